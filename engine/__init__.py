@@ -1,0 +1,1 @@
+"""Programs, data, training and federated algorithms: what runs without a network."""

@@ -1,0 +1,1 @@
+"""Whole federations on one machine: populations, partitions, backends and scenarios."""
