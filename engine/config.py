@@ -59,7 +59,7 @@ class Named(Strict):
 
     model_config = ConfigDict(extra="allow")
 
-    name: Annotated[str, Field(min_length=1, pattern=r"^\S+$")]
+    name: Annotated[str, Field(min_length=1, pattern=r"^\S(.*\S)?$")]
 
     @model_validator(mode="before")
     @classmethod
@@ -224,7 +224,7 @@ def _describe(cls: type[Strict], item: Any) -> list[str]:
 _RULES = {
     "model_type": "must be a table",
     "string_too_short": "must not be empty",
-    "string_pattern_mismatch": "must be a name without spaces",
+    "string_pattern_mismatch": "must be a name, without spaces at its ends",
 }
 
 
@@ -235,8 +235,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Named) and not value.options and set(type(value).model_fields) == {"name"}:
         return value.name
     if isinstance(value, Strict):
-        keys = (*type(value).model_fields, *(value.model_extra or {}))
-        return {key: _plain(item) for key in keys if (item := getattr(value, key)) is not None}
+        items = {name: getattr(value, name) for name in type(value).model_fields} | (value.model_extra or {})
+        return {key: _plain(item) for key, item in items.items() if item is not None}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

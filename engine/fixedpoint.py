@@ -1,7 +1,7 @@
 """Exact sums: value × weight as 64-bit integers, so the order of addition cannot change the result.
 
-Floating-point addition rounds at every step and therefore depends on the order. Here each product is rounded once,
-to a multiple of 2**-exponent, and integers are added: any order, any grouping over workers, the same bits.
+Floating-point addition rounds at every step and therefore depends on the order. Here each product is rounded
+once, to a multiple of 2**-exponent, and integers are added: any order, any number of workers, the same bits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ _Integers = npt.NDArray[np.int64]
 
 # The scratch of a block (20 bytes an entry) stays in the level-2 cache; smaller blocks pay more calls.
 _BLOCK = 16384
-# Heaviest client and largest value: at least 2**40 steps. A client 65,536 times lighter keeps float32's 24 bits.
+# Up to here Python's own numbers are faster than five array calls.
+_FEW = 8
+# The largest contribution has at least 2**40 steps: one 65,536 times lighter keeps the 24 bits of float32.
 _MIN_BITS = 40
-# Adding 1.5 * 2**52 to |x| <= 2**51 leaves no fraction bits, so the hardware rounds x to an integer, half to even,
-# and consecutive integers have consecutive bit patterns: subtracting the pattern of zero gives the integer.
+# Adding 1.5 * 2**52 to |x| <= 2**51 leaves no fraction bits, so the hardware rounds x to an integer, half to
+# even. Consecutive integers have consecutive bit patterns: subtracting the pattern of zero gives the integer.
 _MAGIC = np.float64(1.5 * 2**52)
 _MAGIC_BITS = _MAGIC.view(np.int64)
 _MAGIC_LIMIT = 2.0**51
@@ -46,8 +48,8 @@ class _Scratch(threading.local):
 class FixedPoint:
     """A fixed-point format that provably holds the sum of `cohort` weighted contributions.
 
-    Make one with `plan`. The accumulator is an int64 tensor [d] of zeros; accumulators of the same format add up with
-    plain integer addition. At most `cohort` contributions may meet in one sum.
+    Make one with `plan`. An accumulator is an int64 tensor [d], at first of zeros; those of one format add up
+    with plain integer addition. At most `cohort` contributions may meet in one sum.
 
     >>> fixed = FixedPoint.plan(max_abs=1.0, max_weight=10.0, cohort=100, what="update")
     >>> total = torch.zeros(2, dtype=torch.int64)
@@ -71,17 +73,11 @@ class FixedPoint:
     _scratch: _Scratch = field(default_factory=_Scratch, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, value in (("max_abs", self.max_abs), ("max_weight", self.max_weight)):
-            if not 2.0**-128 <= value < 2.0**128:
-                raise ConfigError(
-                    f"{name} is {value}", rule="a bound is positive and in the range of float32", who=self.what
-                )
-        if self.cohort < 1:
-            raise ConfigError(f"cohort is {self.cohort}", rule="a sum has at least one contribution", who=self.what)
-        if self.cohort * self._largest() >= 2**63:
+        _check_bounds(self.max_abs, self.max_weight, self.cohort, self.what)
+        if self.cohort * _largest(self.max_abs, self.max_weight, self.exponent) >= 2**63:
             raise ConfigError(
-                f"{self.cohort} contributions of up to {self.max_weight} x {self.max_abs} at 2**{self.exponent} "
-                "overflow 64 bits",
+                f"{self.cohort} contributions of up to {self.max_weight} x {self.max_abs} overflow 64 bits "
+                f"at exponent {self.exponent}",
                 rule="cohort * max_weight * max_abs * 2**exponent < 2**63",
                 fix="use FixedPoint.plan, which picks the largest exponent that fits",
                 who=self.what,
@@ -102,25 +98,23 @@ class FixedPoint:
             what: name of the quantity, for messages.
 
         Raises:
-            ConfigError: a bound is out of range, or fewer than 40 bits are left for one contribution, so that light
-                clients would lose precision that float32 has (cohorts above about four million).
+            ConfigError: a bound is out of range, or fewer than 40 bits are left for one contribution, so that
+                light clients would lose precision that float32 has (cohorts above about four million).
         """
-        coarse = cls(max_abs, max_weight, cohort, -512, what)  # checks the bounds
-        exponent = 63 - math.ceil(math.log2(cohort * Fraction(max_abs) * Fraction(max_weight))) + 1
+        _check_bounds(max_abs, max_weight, cohort, what)
+        exponent = 64 - math.floor(math.log2(cohort * Fraction(max_abs) * Fraction(max_weight)))
         while cohort * _largest(max_abs, max_weight, exponent) >= 2**63:
             exponent -= 1
         if _largest(max_abs, max_weight, exponent) < 2**_MIN_BITS:
             raise ConfigError(
-                f"a sum of {cohort} contributions leaves {63 - math.ceil(math.log2(cohort))} bits for each",
+                f"a sum of {cohort} contributions of up to {max_weight} x {max_abs} leaves "
+                f"{63 - math.ceil(math.log2(cohort))} bits for each",
                 rule=f"{_MIN_BITS} bits: max_weight * max_abs * 2**exponent >= 2**{_MIN_BITS} "
                 f"and cohort * max_weight * max_abs * 2**exponent < 2**63",
-                fix=f"sum at most {2**(62 - _MIN_BITS)} contributions at once",
-                who=coarse.what,
+                fix=f"sum at most {2 ** (62 - _MIN_BITS)} contributions at once",
+                who=what,
             )
         return cls(max_abs, max_weight, cohort, exponent, what)
-
-    def _largest(self) -> int:
-        return _largest(self.max_abs, self.max_weight, self.exponent)
 
     def add_(self, accumulator: torch.Tensor, values: torch.Tensor, weight: float) -> None:
         """Add round(values * weight * 2**exponent), half to even, to the accumulator in place.
@@ -167,7 +161,7 @@ class FixedPoint:
         return accumulator.to(torch.float64).mul_(2.0**-self.exponent)
 
     def _integers(self, accumulator: torch.Tensor, values: torch.Tensor) -> _Integers:
-        if accumulator.dtype != torch.int64 or accumulator.device.type != "cpu" or accumulator.dim() != 1:
+        if not (accumulator.dtype is torch.int64 and accumulator.is_cpu and accumulator.dim() == 1):
             raise DataError(
                 f"the accumulator is {accumulator.dtype} {list(accumulator.shape)} on {accumulator.device}",
                 rule="an accumulator is int64 [d] on the CPU",
@@ -183,11 +177,12 @@ class FixedPoint:
         return array
 
     def _floats(self, values: torch.Tensor) -> _Floats:
-        if not values.dtype.is_floating_point:
+        dtype = values.dtype
+        if not dtype.is_floating_point:
             raise DataError(
-                f"values are {values.dtype}", rule="values are floating point", fix="call .double()", who=self.what
+                f"values are {dtype}", rule="values are floating point", fix="call .double()", who=self.what
             )
-        if values.dtype not in (torch.float32, torch.float64):
+        if dtype is not torch.float32 and dtype is not torch.float64:
             values = values.float()  # exact; NumPy has no bfloat16
         array: _Floats = values.numpy(force=True)
         return array
@@ -197,8 +192,9 @@ class FixedPoint:
             raise DataError(
                 f"the weight is {weight}", rule=f"0 < weight <= max_weight = {self.max_weight}", who=self.what
             )
-        scale = np.float64(math.ldexp(weight, self.exponent))
-        bad = self._add_blocks(total, values, old, scale)
+        scale = math.ldexp(weight, self.exponent)
+        add = self._add_few if len(total) <= _FEW else self._add_blocks
+        bad = add(total, values, old, scale)
         if bad is None:
             return
         # Rounding is symmetric and integers add exactly, so adding the negative restores every bit.
@@ -212,9 +208,16 @@ class FixedPoint:
             who=self.what,
         )
 
-    def _add_blocks(
-        self, total: _Integers, values: _Floats, old: _Floats | None, scale: np.float64
-    ) -> int | None:
+    def _add_few(self, total: _Integers, values: _Floats, old: _Floats | None, scale: float) -> int | None:
+        """`_add_blocks` for a handful of values."""
+        items = (values if old is None else values - old).tolist()
+        if not all(-self.max_abs <= item <= self.max_abs for item in items):
+            return 0
+        for index, item in enumerate(items):
+            total[index] += round(item * scale)
+        return None
+
+    def _add_blocks(self, total: _Integers, values: _Floats, old: _Floats | None, scale: float) -> int | None:
         """Add block by block; stop before a block with a value out of bounds and return where it starts."""
         scratch, limit = self._scratch, self.max_abs
         for start in range(0, len(total), _BLOCK):
@@ -224,10 +227,11 @@ class FixedPoint:
             if old is not None:
                 out = product if values.dtype == np.float64 else scratch.single[:size]
                 block = np.subtract(block, old[start : start + _BLOCK], out=out)
-            low, high = float(block.min()), float(block.max())
+            # argmin and argmax have a fraction of the overhead of min and max, and point at a NaN first.
+            low, high = float(block[block.argmin()]), float(block[block.argmax()])
             if not (-limit <= low and high <= limit):  # a NaN fails every comparison
                 return start
-            np.copyto(product, block)
+            product[:] = block
             np.multiply(product, scale, out=product)
             if max(high, -low) * abs(scale) <= _MAGIC_LIMIT:
                 np.add(product, _MAGIC, out=product)
@@ -236,9 +240,17 @@ class FixedPoint:
             else:
                 integers = scratch.integer[:size]
                 np.rint(product, out=product)
-                np.copyto(integers, product, casting="unsafe")
+                integers[:] = product
             np.add(sums, integers, out=sums)
         return None
+
+
+def _check_bounds(max_abs: float, max_weight: float, cohort: int, what: str) -> None:
+    for name, value in (("max_abs", max_abs), ("max_weight", max_weight)):
+        if not 2.0**-128 <= value < 2.0**128:
+            raise ConfigError(f"{name} is {value}", rule=f"{name} is in [2**-128, 2**128)", who=what)
+    if not isinstance(cohort, int) or not 1 <= cohort < 2**63:
+        raise ConfigError(f"cohort is {cohort}", rule="cohort is a whole number in [1, 2**63)", who=what)
 
 
 def _largest(max_abs: float, max_weight: float, exponent: int) -> int:

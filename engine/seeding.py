@@ -114,7 +114,9 @@ def _recurrent(op: Callable[..., Any]) -> Callable[..., Any]:
             part = slice(layer * directions, (layer + 1) * directions)
             start = [state[part] for state in states]
             own = weights[layer * per_layer : (layer + 1) * per_layer]
-            value, *final = op(value, start if pair else start[0], own, biases, 1, 0.0, train, both, batch_first)
+            value, *final = op(
+                value, start if pair else start[0], own, biases, 1, 0.0, train, both, batch_first
+            )
             finals.append(tuple(final))
             if train and layer < layers - 1:
                 value = seeded_dropout(value, p, seed, salt + layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import flower_client
@@ -11,12 +12,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, M
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
+from flwr.superlink.grid import InMemoryGrid
 from measure import Clock, Settings
 from torch import nn
 
+_NODES_WITHIN_S = 60.0
+
 
 class TimedFedAvg(FedAvg):
-    """FedAvg that names the cohort itself: the i-th node, in the order of node ids, acts for client i."""
+    """FedAvg on the workload's cohorts. Client i is the i-th node; fewer nodes are slots of a cohort."""
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
         super().__init__(fraction_evaluate=0.0)
@@ -31,18 +35,17 @@ class TimedFedAvg(FedAvg):
         asked, round_index = self._settings, server_round - 1
         nodes = sorted(grid.get_node_ids())
         messages = []
-        for client in asked.cohort_of(round_index):
-            task = flower_client.task(
-                asked.model, asked.seed, round_index, client, asked.clients, asked.full_participation
-            )
+        for position, client in enumerate(asked.cohort_of(round_index)):
+            task = flower_client.describe(asked, round_index, client)
             content = RecordDict({"arrays": arrays, "config": task})
-            messages.append(Message(content, dst_node_id=nodes[client % len(nodes)], message_type=MessageType.TRAIN))
+            node = nodes[client if len(nodes) == asked.clients else position]
+            messages.append(Message(content, dst_node_id=node, message_type=MessageType.TRAIN))
         return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Averages with weights by examples, which are equal here. A round ends here; a failed client is an error."""
+        """Averages by examples, which are equal here. A round ends here; a failed client is an error."""
         answers = list(replies)
         failed = [answer.error.reason for answer in answers if answer.has_error()]
         if failed or len(answers) != self._settings.cohort:
@@ -51,6 +54,16 @@ class TimedFedAvg(FedAvg):
         merged = super().aggregate_train(server_round, answers)
         self._clock.end_round()
         return merged
+
+
+def await_nodes(grid: Grid, count: int) -> None:
+    """Waits until the engine, which starts beside the server, has registered its nodes."""
+    deadline = time.monotonic() + _NODES_WITHIN_S
+    while len(list(grid.get_node_ids())) < count:
+        if time.monotonic() > deadline:
+            msg = f"Flower has not registered {count} nodes within {_NODES_WITHIN_S} s"
+            raise TimeoutError(msg)
+        time.sleep(0.01)
 
 
 def simulate(settings: Settings, clock: Clock, supernodes: int, pull_interval: float) -> nn.Module:
@@ -65,7 +78,9 @@ def simulate(settings: Settings, clock: Clock, supernodes: int, pull_interval: f
     @server.main()
     def run(grid: Grid, context: Context) -> None:
         torch.set_num_threads(1)
-        grid.pull_interval = pull_interval
+        await_nodes(grid, supernodes)
+        if isinstance(grid, InMemoryGrid):
+            grid.pull_interval = pull_interval
         strategy = TimedFedAvg(settings, clock)
         outcome = strategy.start(
             grid=grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=settings.rounds

@@ -1,14 +1,15 @@
-"""A careful hand loop in plain eager PyTorch: one single-threaded worker process per core, FedAvg on workload S1.
+"""A careful hand loop for workload S1 in eager PyTorch: one single-threaded worker process per core, FedAvg.
 
-What someone who knows PyTorch would write for this one job. Data and weights lie in shared memory; each worker
-keeps one model whose parameters are views of a flat vector, resets it by one copy, and adds each trained client
-to its own flat sum; a round sends only client ids through a pipe. No compiler, no framework.
+What someone who knows PyTorch would write for this one job. Data and weights lie in shared memory; each
+worker keeps one model whose parameters are views of a flat vector, resets it by one copy, and adds each
+trained client to its own flat sum; a round sends only client ids through a pipe. No compiler, no framework.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import measure
 import torch
@@ -16,6 +17,8 @@ import torch.multiprocessing as mp
 import workload
 from measure import Clock, Settings
 from torch import Tensor, nn
+
+DESCRIPTION = "A careful hand loop in eager PyTorch, one worker process per core."
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ def flatten(model: nn.Module) -> Tensor:
 
 
 def train_share(rank: int, settings: Settings, shared: Shared, pipe: Connection) -> None:
-    """A worker: for each (round, ids) received, sums the trained weights of these clients and answers; None ends."""
+    """A worker: for each (round, ids) it gets, sums the trained weights of these clients; None ends it."""
     torch.set_num_threads(1)
     model = workload.build_model(settings.model, settings.seed)
     flat, total, data = flatten(model), shared.sums[rank], (shared.images, shared.labels)
@@ -50,8 +53,8 @@ def train_share(rank: int, settings: Settings, shared: Shared, pipe: Connection)
         total.zero_()
         for client in ids:
             flat.copy_(shared.weights)
-            epoch = workload.client_epoch(data, settings.seed, round_index, client, settings.full_participation)
-            workload.train_client(model, parameters, *epoch)
+            images, labels = settings.epoch_of(data, round_index, client)
+            workload.train_client(model, parameters, images, labels)
             total.add_(flat)
         pipe.send(len(ids))
 
@@ -66,32 +69,38 @@ def run_round(round_index: int, settings: Settings, shared: Shared, pipes: list[
     shared.weights.div_(trained)
 
 
-def main() -> None:
-    """Runs the command line."""
-    settings = measure.parse(__doc__.splitlines()[0])
-    clock = Clock()
-    torch.set_num_threads(1)
+def start_workers(settings: Settings, shared: Shared) -> dict[Connection, BaseProcess]:
+    """Spawns the workers and waits until each has its model. A dead worker ends its pipe, so the wait."""
     context = mp.get_context("spawn")
-    model = workload.build_model(settings.model, settings.seed)
-    weights = flatten(model)
-    images, labels = workload.train_data(settings.clients)
-    shared = Shared(weights, torch.zeros(settings.processes, weights.numel()), images, labels)
-    for tensor in vars(shared).values():
-        tensor.share_memory_()
-    pipes, workers = [], []
+    workers: dict[Connection, BaseProcess] = {}
     for rank in range(settings.processes):
         ours, theirs = context.Pipe()
         worker = context.Process(target=train_share, args=(rank, settings, shared, theirs), daemon=True)
         worker.start()
-        pipes.append(ours)
-        workers.append(worker)
-    for pipe in pipes:
+        theirs.close()
+        workers[ours] = worker
+    for pipe in workers:
         pipe.recv()
+    return workers
+
+
+def main() -> None:
+    """Runs the command line."""
+    settings = measure.settings_from(measure.command_line(DESCRIPTION).parse_args())
+    clock = Clock()
+    torch.set_num_threads(1)
+    model = workload.build_model(settings.model, settings.seed)
+    weights = flatten(model)
+    sums = torch.zeros(settings.processes, weights.numel())
+    shared = Shared(weights, sums, *workload.train_data(settings.clients))
+    for tensor in vars(shared).values():
+        tensor.share_memory_()
+    workers = start_workers(settings, shared)
     for round_index in range(settings.rounds):
         clock.begin_round()
-        run_round(round_index, settings, shared, pipes)
+        run_round(round_index, settings, shared, list(workers))
         clock.end_round()
-    for pipe, worker in zip(pipes, workers, strict=True):
+    for pipe, worker in workers.items():
         pipe.send(None)
         worker.join()
     measure.emit(measure.result("loop", settings, clock, model))

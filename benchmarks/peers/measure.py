@@ -1,8 +1,9 @@
-"""What the peers' scripts have in common: the command line, the clock and the one JSON object that they print."""
+"""What the peers' scripts have in common: the command line, the clock and the JSON object that they print."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -42,6 +43,10 @@ class Settings:
         """Ids of the clients that take part in a round."""
         return workload.draw_cohort(self.seed, round_index, self.clients, self.cohort)
 
+    def epoch_of(self, data: workload.Data, round_index: int, client: int) -> workload.Data:
+        """A client's images and labels in the order in which it trains on them in that round."""
+        return workload.client_epoch(data, self.seed, round_index, client, self.full_participation)
+
 
 @dataclass
 class Clock:
@@ -78,19 +83,24 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def parse(description: str, processes: int | None = None, argv: list[str] | None = None) -> Settings:
-    """Reads the common command line; `processes` is the default count, one per core where it is None."""
+def command_line(description: str, processes: int | None = None) -> argparse.ArgumentParser:
+    """The common command line; `processes` is the default count of workers, one per core where it is None."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", choices=sorted(workload.MODELS), default="lenet")
     parser.add_argument("--rounds", type=int, default=10, help="rounds, the first of which is not timed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=processes or usable_cores(), help="worker processes")
     parser.add_argument("--clients", type=int, default=workload.CLIENTS, help="population, at most 1200")
-    parser.add_argument("--full-participation", action="store_true", help="all take part, batches in file order")
+    parser.add_argument("--full-participation", action="store_true", help="all, batches in file order")
     parser.add_argument("--save-weights", metavar="PATH", help="write the final parameters as .npz")
-    settings = Settings(**vars(parser.parse_args(argv)))
-    if settings.rounds < 1 or settings.processes < 1 or not 1 <= settings.clients <= 60000 // 50:
-        parser.error("--rounds and --processes start at 1; --clients is within 1 and 1200")
+    return parser
+
+
+def settings_from(asked: argparse.Namespace) -> Settings:
+    """The common settings of a parsed command line; exits with a message where a count is out of range."""
+    settings = Settings(**{each.name: getattr(asked, each.name) for each in dataclasses.fields(Settings)})
+    if min(settings.rounds, settings.processes) < 1 or not 1 <= settings.clients <= workload.MAX_CLIENTS:
+        sys.exit(f"--rounds and --processes start at 1; --clients is within 1 and {workload.MAX_CLIENTS}")
     return settings
 
 
@@ -125,7 +135,7 @@ def versions() -> dict[str, str]:
 
 
 def result(system: str, settings: Settings, clock: Clock, model: nn.Module, **more: Any) -> dict[str, Any]:
-    """The figures of a finished run; tests the model and saves its weights where asked to (neither is timed)."""
+    """The figures of a finished run; tests the model and saves its weights where asked to, untimed."""
     figures: dict[str, Any] = {
         "system": system,
         "model": settings.model,

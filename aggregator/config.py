@@ -1,0 +1,122 @@
+"""The settings that `simulate` and `serve` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from mycelia.aggregator.deadlines import MIN_BUDGET_S
+from mycelia.engine.config import Named, Strict
+from mycelia.engine.errors import ConfigError
+
+__all__ = ["EvaluationConfig", "FederationConfig", "LocalConfig", "RoundConfig", "UpdateConfig"]
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class LocalConfig(Strict):
+    """What a client does with its data in one round."""
+
+    epochs: Annotated[int, Field(ge=0)] = 1
+    steps: Annotated[int, Field(ge=0)] = 0
+    """More than 0 replaces the epochs."""
+    batch_size: Annotated[int, Field(ge=1)] = 10
+    lr: Annotated[float, Field(gt=0)] = 0.1
+
+    def conflicts(self) -> Iterable[tuple[str, str]]:
+        """There must be some work."""
+        if self.epochs == 0 and self.steps == 0:
+            yield "steps", "epochs and steps are both 0, so that no client would train; set one of them"
+
+
+class RoundConfig(Strict):
+    """The budget of a round and what happens to clients that fail or are slow."""
+
+    budget_s: Annotated[float, Field(ge=MIN_BUDGET_S)] = 600.0
+    """Seconds from selection to evaluation; `aggregator/deadlines.py` derives every inner deadline."""
+    over_select: Annotated[float, Field(ge=1, le=10)] = 1.0
+    """Asks cohort × over_select clients, rounded up, and closes with the first `cohort` updates."""
+    quorum: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of the cohort, rounded up, below which the round fails."""
+    on_failure: Literal["drop", "retry", "replace", "abort"] = "drop"
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    """Times a client is asked (retry), or clients asked in turn for one place (replace)."""
+    stragglers: Literal["discard", "next_round", "buffered"] = "discard"
+    """What becomes of an update that the round did not wait for."""
+    max_failed_rounds: Annotated[int, Field(ge=1)] = 3
+    """Failed rounds in a row after which the run stops."""
+
+    def conflicts(self) -> Iterable[tuple[str, str]]:
+        """What is planned but not built."""
+        if self.stragglers == "buffered":
+            yield "stragglers", "'buffered' is not available in this version; use discard or next_round"
+
+
+class EvaluationConfig(Strict):
+    """When and how the global model is measured."""
+
+    every: Annotated[int, Field(ge=0)] = 1
+    """Rounds between evaluations; 0: only after the last."""
+    clients: Annotated[int, Field(ge=0)] = 200
+    """Clients measured one by one, for the spread between them; 0: none."""
+    examples_per_client: Annotated[int, Field(ge=1)] = 200
+    """Most test examples for one of them."""
+
+
+class UpdateConfig(Strict):
+    """Bounds on one update: the exact sum is planned for them, and a client beyond them is refused."""
+
+    max_abs: Annotated[float, Field(gt=0)] = 1024.0
+    """Largest magnitude of one coordinate."""
+    max_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Largest weight; 0: the largest client's number of examples, where that is known beforehand."""
+
+
+class FederationConfig(Strict):
+    """A federation, apart from who its clients are."""
+
+    unavailable: ClassVar[frozenset[str]] = frozenset({"privacy", "secure_sum", "defence", "adversary"})
+
+    model: Named
+    data: Named
+    algorithm: Named = Named(name="fedavg")
+    selector: Named = Named(name="uniform")
+    loss: Text = "auto"
+    """A name of `engine/losses.py`; auto: cross-entropy, or mse where there are no classes."""
+    rounds: Annotated[int, Field(ge=1)] = 20
+    cohort: Annotated[int, Field(ge=1)] = 10
+    """Clients per round; the expected number under Poisson."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    plan: Literal["default", "eager", "tune"] = "default"
+    local: LocalConfig = LocalConfig()
+    round: RoundConfig = RoundConfig()
+    update: UpdateConfig = UpdateConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    def loss_for(self, classes: int | None) -> str:
+        """The loss by name, `auto` resolved for the data."""
+        if self.loss != "auto":
+            return self.loss
+        return "mse" if classes is None else "cross-entropy"
+
+    def conflicts(self) -> Iterable[tuple[str, str]]:
+        """Selector options, and settings that a Poisson draw rules out."""
+        from mycelia.aggregator import selectors
+
+        try:
+            selector = selectors.build(self.selector.name, **self.selector.options)
+        except ConfigError as error:
+            yield "selector", "; ".join(filter(None, (error.found, error.rule, error.fix)))
+            return
+        if not selector.fixed_size:
+            if self.round.over_select != 1:
+                yield "round.over_select", f"must be 1: the selector {self.selector.name} fixes the rate"
+            if self.round.on_failure == "replace":
+                yield "round.on_failure", f"the selector {self.selector.name} draws no replacements; use drop"
+            if self.round.stragglers == "next_round":
+                yield (
+                    "round.stragglers",
+                    f"the selector {self.selector.name} admits no other clients; use discard",
+                )

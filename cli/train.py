@@ -1,0 +1,130 @@
+"""`mycelia train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mycelia.cli.output import INTERRUPTED, Format, FormatOption, note, print_json, print_pairs
+
+if TYPE_CHECKING:
+    from mycelia.engine.train_config import TrainConfig
+
+__all__ = ["command"]
+
+
+def command(
+    config: Annotated[Path | None, typer.Option("--config", help="A TOML file with settings.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("-s", metavar="KEY=VALUE", help="Override a setting; repeatable.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Override the root seed.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The run folder, new or empty.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with an interrupted run.")
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved settings and exit.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check settings, data and model, and exit.")
+    ] = False,
+    form: FormatOption = Format.text,
+) -> int:
+    """Train a model centrally.
+
+    Every setting has a default: `mycelia train` alone trains an MLP on the digits set. Ctrl-C saves a
+    checkpoint; --resume goes on from it and ends with the same model as a run that was never stopped.
+
+    Example: mycelia train -s model=lenet -s data=fashion-mnist -s epochs=5
+    """
+    if resume is not None:
+        _alone(
+            config=config, settings=settings, seed=seed, out=out, print_config=print_config, dry_run=dry_run
+        )
+        return _run(None, None, resume, form)
+    from mycelia.engine.config import load_config, to_toml
+    from mycelia.engine.train_config import TrainConfig
+
+    overrides = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
+    chosen = load_config(TrainConfig, config or {}, overrides)
+    if print_config:
+        print(to_toml(chosen), end="")
+        return 0
+    return _dry_run(chosen, form) if dry_run else _run(chosen, out, None, form)
+
+
+def _alone(**given: object) -> None:
+    from mycelia.engine.errors import ConfigError
+
+    if names := [name for name, value in given.items() if value not in (None, [], False)]:
+        raise ConfigError(
+            f"--resume together with {', '.join(names)}",
+            rule="a resumed run keeps its own settings and folder",
+            fix="leave them out, or start a new run",
+            who="--resume",
+        )
+
+
+def _run(config: TrainConfig | None, out: Path | None, run: Path | None, form: Format) -> int:
+    """Start or go on with progress on stderr, and print the result."""
+    import torch
+
+    from mycelia.cli.progress import show_progress
+    from mycelia.engine.training import resume, train
+
+    torch.set_num_threads(1)  # small models run slower on several, and the number decides the last bits
+    with show_progress() as progress:
+        if run is not None:
+            result = resume(run, listeners=[progress], on_signal=note)
+        elif config is not None:
+            result = train(config, out=out, listeners=[progress], on_signal=note)
+    if result.interrupted:
+        note(f"interrupted after step {result.steps}; go on with: mycelia train --resume {result.run_dir}")
+        return INTERRUPTED
+    summary = result.summary()
+    if form is Format.json:
+        print_json(summary)
+        return 0
+    shown = {name: value for name, value in summary.items() if value is not None and name not in _RENAMED}
+    shown |= {new: summary[name] for name, new in _RENAMED.items()}
+    shown["report"] = Path(result.run_dir, "report.html")
+    print_pairs([(name.replace("_", " "), _show(name, value)) for name, value in shown.items()])
+    return 0
+
+
+_RENAMED = {"seconds_total": "seconds", "model_sha256": "model", "run_dir": "run"}
+
+
+def _dry_run(config: TrainConfig, form: Format) -> int:
+    """Say what would be trained; everything it needs is found, checked and built."""
+    from mycelia.engine.training import prepare, steps_per_epoch
+    from mycelia.engine.transforms.compile import choose_plan
+
+    prepared = prepare(config)
+    trainer, dataset = prepared.trainer, prepared.dataset
+    steps = trainer.total_steps(len(dataset.train))
+    facts: dict[str, Any] = {
+        "model": config.model.name,
+        "parameters": trainer.program.dimension,
+        "data": dataset.name,
+        "train_examples": len(dataset.train),
+        "test_examples": len(dataset.test),
+        "classes": dataset.classes,
+        "steps": steps,
+        "steps_per_epoch": steps_per_epoch(len(dataset.train), trainer.batch_size),
+        "plan": choose_plan(config.plan, steps).name,
+    }
+    if form is Format.json:
+        print_json(facts)
+    else:
+        print_pairs([(name.replace("_", " "), str(value)) for name, value in facts.items()])
+    return 0
+
+
+def _show(name: str, value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"

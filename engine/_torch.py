@@ -1,0 +1,63 @@
+"""The one place that touches PyTorch names with a leading underscore."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = ["compiler", "load_package", "package", "version"]
+
+_OPTIONS: dict[str, Any] = {
+    "cpp.threads": 1,  # parallelism is across clients, one thread a process
+    "max_autotune": False,  # measured choices would differ from one machine state to the next
+}
+
+
+def compiler() -> str | None:
+    """The C++ compiler Inductor would call, or None."""
+    from torch._inductor import config  # noqa: PLC2701
+
+    wanted = config.cpp.cxx
+    names = [name for name in (wanted if isinstance(wanted, (list, tuple)) else [wanted]) if name]
+    return next((path for name in [*names, "g++"] if (path := shutil.which(name))), None)
+
+
+class _Flat(torch.nn.Module):
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.graph(*args)
+
+
+def package(graph: fx.GraphModule, args: Sequence[Tensor], path: Path) -> None:
+    """Compile a flat graph ahead of time with Inductor's C++ wrapper into the package `path` (.pt2)."""
+    from torch._inductor import aoti_compile_and_package  # noqa: PLC2701
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(_Flat(graph), tuple(args), strict=False)
+        aoti_compile_and_package(exported, package_path=str(path), inductor_configs=_OPTIONS)
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor was written in place; tells whether somebody did."""
+    return int(tensor._version)
+
+
+def load_package(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Load a package; the callable takes and returns flat lists and may write into its arguments."""
+    from torch._inductor import aoti_load_package  # noqa: PLC2701
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = aoti_load_package(str(path), run_single_threaded=True).loader
+    run: Callable[[list[Tensor]], list[Tensor]] = loader.run
+    return run

@@ -1,0 +1,168 @@
+"""The file `events.jsonl`: appended to by one process, read by any.
+
+An event is one `write` of one whole line, so a process that is killed loses at most the line it was writing.
+Readers pass over an unfinished last line; opening the file for appending cuts it off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from mycelia.engine.errors import ConfigError, DataError, MyceliaError
+from mycelia.engine.events import SCHEMA_VERSION, Event, decode, encode
+
+__all__ = ["EventLog", "read_events"]
+
+
+class EventLog:
+    """Appends events to a file that no other process appends to.
+
+    Raises `MyceliaError` when the file cannot be opened or another process holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            _lock(self._file, path)
+            self._size = _cut_unfinished_line(self._file)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def append(self, event: Event) -> None:
+        """Write the event as one line; when this returns, it outlives this process.
+
+        Raises `MyceliaError` when the disk is full or gone; the file then ends with the event before.
+        """
+        line = encode(event, time.time())
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError as error:
+            self._take_back()
+            raise _unwritable(self.path, error) from error
+        self._size += len(line)
+
+    def sync(self) -> None:
+        """Wait until all events would outlive a power cut, too."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def close(self) -> None:
+        """Let go of the file; closing twice is harmless."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _take_back(self) -> None:
+        """Remove what a failed write left, since a line added after it would be unreadable."""
+        try:
+            os.ftruncate(self._file, self._size)
+            os.lseek(self._file, self._size, os.SEEK_SET)
+        except OSError:
+            pass  # the write's own error says more
+
+
+def read_events(path: Path, kinds: Collection[str] = ()) -> Iterator[Event]:
+    """The events of a file in order, of all kinds or of those named; the file may still be growing.
+
+    Raises:
+        ConfigError: the file has another schema version.
+        DataError: a line is corrupt; the error names it.
+    """
+    wanted = tuple(f'"kind":"{kind}"'.encode() for kind in kinds)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            # The kind stands within the first bytes of a line that `encode` wrote, unless it is corrupt.
+            if wanted and line.startswith(_PREFIX) and not any(kind in line[:80] for kind in wanted):
+                continue
+            event = _parse(line, path, number)
+            if event is not None and (not kinds or event.kind in kinds):
+                yield event
+
+
+_PREFIX = f'{{"v":{SCHEMA_VERSION},"t":'.encode()
+
+
+def _parse(line: bytes, path: Path, number: int) -> Event | None:
+    who = f"{path}, line {number}"
+    fix = "restore the file, or delete the line to go on without that event"
+    try:
+        values = json.loads(line)
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise DataError(
+            f"the line is not JSON ({error})", rule="one event a line", fix=fix, who=who
+        ) from error
+    if not isinstance(values, dict) or not {"v", "t", "kind"} <= values.keys():
+        rule = "an event is an object with 'v', 't' and 'kind'"
+        raise DataError("the line is no event", rule=rule, fix=fix, who=who)
+    if values["v"] != SCHEMA_VERSION:
+        raise ConfigError(
+            f"the run has schema version {values['v']!r}",
+            rule=f"this version of Mycelia reads schema version {SCHEMA_VERSION}",
+            fix="use the version of Mycelia that wrote the run",
+            who=who,
+        )
+    try:
+        return decode(values)
+    except DataError as error:
+        raise DataError(
+            error.found, rule="a field keeps its meaning within a schema version", fix=fix, who=who
+        ) from error
+
+
+def _cut_unfinished_line(file: int) -> int:
+    """Truncate the file behind its last newline and go there; the new size."""
+    end = size = os.lseek(file, 0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65536)
+        os.lseek(file, start, os.SEEK_SET)
+        newline = os.read(file, end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(file, end)
+    return os.lseek(file, end, os.SEEK_SET)
+
+
+def _lock(file: int, path: Path) -> None:
+    """Hold the file until it is closed; where the system has no such lock, go on without."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise MyceliaError(
+            "another process is writing this run",
+            rule="one process at a time writes a run",
+            fix="wait for it or stop it",
+            who=str(path.parent),
+        ) from error
+    except OSError:
+        pass  # some network file systems cannot lock
+
+
+def _unwritable(path: Path, error: OSError) -> MyceliaError:
+    return MyceliaError(
+        f"the event log cannot be written: {error.strerror or error}",
+        rule="a run records what it does",
+        fix="free space or name another folder with --out; what is written so far is readable",
+        who=str(path),
+    )

@@ -1,0 +1,303 @@
+"""Plans: how a step is run. The plan is part of a run's configuration, because two plans never give the same bits.
+
+| plan | what runs |
+|---|---|
+| `eager` | the step as Python, operator by operator with PyTorch's autograd; for debugging |
+| `interpreter` | the step traced once per batch shape into one graph without autograd, run operator by operator |
+| `inductor` | full batches: the traced step with `layout`, compiled ahead of time by Inductor; other shapes: interpreter |
+
+`default` is a static rule: `inductor` when a C++ compiler exists and at least `WORTH_COMPILING` steps are
+planned, else `interpreter`. `tune` times the candidates for the shapes at hand and counts compile time
+against the steps still to run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mycelia.engine import _torch
+from mycelia.engine.errors import ConfigError
+from mycelia.engine.program import Program
+from mycelia.engine.step import Adjust, Step, sgd_step
+from mycelia.engine.transforms.layout import layout
+from mycelia.engine.types import Tensors
+
+__all__ = [
+    "PLANS",
+    "WORTH_COMPILING",
+    "Plan",
+    "PlannedStep",
+    "choose_plan",
+    "compile_step",
+    "example_batch",
+    "trace_step",
+    "tune",
+]
+
+PLANS = ("default", "tune", "eager", "interpreter", "inductor")
+WORTH_COMPILING = 20_000
+"""Steps in a run from which compiling for some fifteen seconds pays for the usual small models."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved plan and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+def choose_plan(requested: str, steps: int) -> Plan:
+    """Resolve `default` by the static rule; `tune` is resolved by `tune`, which needs the step.
+
+    Args:
+        requested: one of `PLANS`.
+        steps: local steps planned for the whole run.
+
+    Raises:
+        ConfigError: an unknown plan, or `inductor` without a C++ compiler.
+    """
+    if requested not in PLANS:
+        raise ConfigError(f"plan {requested!r}", rule=f"one of {', '.join(PLANS)}", who="plan")
+    if requested in ("eager", "interpreter"):
+        return Plan(requested, "asked for")
+    found = _torch.compiler()
+    if requested == "inductor":
+        if found is None:
+            raise ConfigError(
+                "plan 'inductor' needs a C++ compiler and none was found",
+                fix="install g++, or use plan = 'default', which falls back to the interpreter",
+                who="plan",
+            )
+        return Plan("inductor", "asked for")
+    if requested == "tune":
+        return Plan("tune", "asked for")
+    if found is None:
+        return Plan("interpreter", "no C++ compiler found")
+    if steps < WORTH_COMPILING:
+        return Plan("interpreter", f"{steps} steps planned, fewer than {WORTH_COMPILING}")
+    return Plan("inductor", f"{steps} steps planned and {Path(found).name} found")
+
+
+Run = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor, Tensor, Sequence[Tensor]], Tensor]
+
+
+class PlannedStep:
+    """A step that updates parameters and buffers in place, in the form a plan gives it.
+
+    Args:
+        program: the Program to train.
+        adjust: see `sgd_step`.
+        plan: `eager`, `interpreter` or `inductor`.
+        compiled_for: example arguments whose shapes the compiled form serves; None for the other plans.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        adjust: Adjust | None,
+        plan: str,
+        package: Path | None = None,
+        batch_shape: tuple[int, ...] | None = None,
+    ) -> None:
+        self.plan = plan
+        self._step = sgd_step(program, adjust)
+        self._shape = batch_shape
+        self._compiled = None if package is None else _torch.load_package(package)
+        self._traced: dict[tuple[tuple[int, ...], tuple[int, ...]], fx.GraphModule] = {}
+
+    def __call__(
+        self, params: Tensors, buffers: Tensors, inputs: Tensor, targets: Tensor, seed: Tensor, extra: Tensors
+    ) -> Tensor:
+        """Run one step in place; returns the batch's mean loss (0-d)."""
+        if self._compiled is not None and tuple(inputs.shape) == self._shape:
+            args = [*params.values(), *buffers.values(), inputs, targets, seed, *extra.values()]
+            return self._compiled(args)[-1]
+        if self.plan == "eager":
+            result = self._step(params, buffers, inputs, targets, seed, extra)
+            for own, new in ((params, result.params), (buffers, result.buffers)):
+                for name, tensor in own.items():
+                    tensor.copy_(new[name])
+            return result.loss
+        key = (tuple(inputs.shape), tuple(targets.shape))
+        if key not in self._traced:
+            self._traced[key] = trace_step(self._step, params, buffers, inputs, targets, seed, extra)
+        with torch.no_grad():
+            args = [*params.values(), *buffers.values(), inputs, targets, seed, *extra.values()]
+            loss: Tensor = self._traced[key](*args)[-1]
+            return loss
+
+
+def trace_step(
+    step: Step,
+    params: Tensors,
+    buffers: Tensors,
+    inputs: Tensor,
+    targets: Tensor,
+    seed: Tensor,
+    extra: Tensors,
+) -> fx.GraphModule:
+    """One graph for forward, backward and update that writes parameters and buffers in place.
+
+    Its arguments are the flat list params, buffers, inputs, targets, seed, extra; it returns (loss,).
+    """
+    names, own, more = list(params), list(buffers), list(extra)
+
+    def flat(*args: Tensor) -> tuple[Tensor]:
+        values = list(args)
+        head, tail = len(names), len(names) + len(own)
+        result = step(
+            dict(zip(names, values[:head], strict=True)),
+            dict(zip(own, values[head:tail], strict=True)),
+            *values[tail : tail + 3],
+            dict(zip(more, values[tail + 3 :], strict=True)),
+        )
+        for name, value in zip(names, values[:head], strict=True):
+            value.copy_(result.params[name])
+        for name, value in zip(own, values[head:tail], strict=True):
+            value.copy_(result.buffers[name])
+        return (result.loss,)
+
+    args = [t.clone() for t in (*params.values(), *buffers.values(), inputs, targets, seed, *extra.values())]
+    graph: fx.GraphModule = make_fx(flat)(*args)
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.aten.detach.default:  # tracing residue; free of meaning without autograd
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def compile_step(
+    program: Program,
+    adjust: Adjust | None,
+    plan: str,
+    example: tuple[Tensors, Tensors, Tensor, Tensor, Tensors],
+    *,
+    cache: Path | None = None,
+) -> PlannedStep:
+    """The step in the form of a resolved plan.
+
+    Args:
+        program: the Program to train.
+        adjust: see `sgd_step`.
+        plan: `eager`, `interpreter` or `inductor`.
+        example: (params, buffers, inputs, targets, extra) with the shapes of a full batch.
+        cache: folder of compiled packages; the default is `~/.cache/mycelia/plans`.
+
+    Raises:
+        ConfigError: an unresolved or unknown plan.
+    """
+    if plan not in ("eager", "interpreter", "inductor"):
+        raise ConfigError(f"plan {plan!r} is not resolved", rule="eager, interpreter or inductor", who="plan")
+    if plan != "inductor":
+        return PlannedStep(program, adjust, plan)
+    path = package_of(program, adjust, example, cache)
+    return PlannedStep(program, adjust, plan, path, tuple(example[2].shape))
+
+
+def package_of(
+    program: Program,
+    adjust: Adjust | None,
+    example: tuple[Tensors, Tensors, Tensor, Tensor, Tensors],
+    cache: Path | None = None,
+) -> Path:
+    """The compiled package of a step, from the cache or made now."""
+    params, buffers, inputs, targets, extra = example
+    seed = torch.zeros((), dtype=torch.int64)
+    graph = trace_step(sgd_step(layout(program), adjust), params, buffers, inputs, targets, seed, extra)
+    args = [t.clone() for t in (*params.values(), *buffers.values(), inputs, targets, seed, *extra.values())]
+    folder = cache if cache is not None else _default_cache()
+    path = folder / f"{_key(graph, args)}.pt2"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / "step.pt2"
+            _torch.package(graph, args, made)
+            made.replace(path)  # atomic: another process sees the whole package or none
+    return path
+
+
+def tune(
+    program: Program,
+    adjust: Adjust | None,
+    example: tuple[Tensors, Tensors, Tensor, Tensor, Tensors],
+    steps: int,
+    *,
+    cache: Path | None = None,
+    repeats: int = 20,
+) -> tuple[Plan, Mapping[str, float]]:
+    """Time the candidates on `example` and choose the one with the least total time for `steps` steps.
+
+    Returns the plan and the measured seconds per step by candidate.
+    """
+    seconds: dict[str, float] = {}
+    total: dict[str, float] = {}
+    candidates = ["interpreter", *(["inductor"] if _torch.compiler() else [])]
+    params, buffers, inputs, targets, extra = example
+    for name in candidates:
+        started = time.perf_counter()
+        planned = compile_step(program, adjust, name, example, cache=cache)
+        own = ({n: t.clone() for n, t in params.items()}, {n: t.clone() for n, t in buffers.items()})
+        seed = torch.zeros((), dtype=torch.int64)
+        planned(*own, inputs, targets, seed, extra)
+        setup = time.perf_counter() - started
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            planned(*own, inputs, targets, seed, extra)
+            times.append(time.perf_counter() - started)
+        seconds[name] = sorted(times)[len(times) // 2]
+        total[name] = setup + steps * seconds[name]
+    best = min(total, key=lambda name: total[name])
+    measured = ", ".join(f"{name} {seconds[name] * 1e3:.3f} ms" for name in candidates)
+    return Plan(best, f"tuned for {steps} steps: {measured} a step"), seconds
+
+
+def example_batch(inputs: Any, targets: Any, size: int) -> tuple[Tensor, Tensor] | None:
+    """A full batch of zeros with the shapes and dtypes of array rows; None for size 0 (no fixed shape)."""
+    if size <= 0:
+        return None
+    kinds = (torch.from_numpy(inputs[:1]), torch.from_numpy(targets[:1]))
+    first, second = (torch.zeros((size, *kind.shape[1:]), dtype=kind.dtype) for kind in kinds)
+    return first, second
+
+
+def _default_cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "mycelia" / "plans"
+
+
+def _key(graph: fx.GraphModule, args: Sequence[Tensor]) -> str:
+    """Hash of the graph, the argument shapes, the versions and the CPU."""
+    digest = hashlib.sha256()
+    for node in graph.graph.nodes:
+        digest.update(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}\n".encode())
+    for tensor in args:
+        digest.update(f"{tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}\n".encode())
+    digest.update(f"{torch.__version__} {platform.machine()} {_cpu()}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """What the compiled code may rely on: the CPU's name and capability."""
+    capability: Any = torch.backends.cpu.get_cpu_capability()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{capability} {name} {platform.processor()}"

@@ -1,0 +1,178 @@
+"""A replica: one process's copy of the model, which trains and tests clients one after another."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mycelia.engine._torch import version
+from mycelia.engine.algorithms import Algorithm, Message, ServerState
+from mycelia.engine.data import Examples
+from mycelia.engine.errors import DataError, MyceliaError
+from mycelia.engine.local import ClientData, LocalTrainer, LocalWork
+from mycelia.engine.metrics import Metrics
+from mycelia.engine.program import Program
+from mycelia.engine.sums import ExactSum, SumFormat
+from mycelia.engine.transforms.compile import example_batch
+from mycelia.simulations.backends.base import Failure
+from mycelia.simulations.client_store import ClientStore
+from mycelia.simulations.partition import Partition
+
+__all__ = ["Replica", "Task"]
+
+_CHUNK = 1000  # test examples a call: enough to fill the kernels, few enough to share among workers
+
+
+@dataclass(frozen=True)
+class Task:
+    """All a process needs to train clients; it travels to a spawned process.
+
+    Attributes:
+        make_program: builds the Program; the same in every process.
+        algorithm: the algorithm.
+        work: local work, as the algorithm adjusted it.
+        form: the exact sum's format.
+        seed: root seed.
+        plan: resolved plan.
+        folder: `train/`, `test/` and `partition/`, memory-mapped by every process.
+        states: folder of the clients' states.
+        classes: number of classes, None for regression.
+        max_cohort: most clients in one call.
+    """
+
+    make_program: Callable[[], Program]
+    algorithm: Algorithm
+    work: LocalWork
+    form: SumFormat
+    seed: int
+    plan: str
+    folder: Path
+    states: Path
+    classes: int | None
+    max_cohort: int
+    batch_shape: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Replica:
+    """Trains and tests with one resident model.
+
+    Args:
+        task: what to do.
+        accumulator: int64 vector of the running sum; may lie in shared memory.
+        program: built by the task when not given.
+    """
+
+    def __init__(self, task: Task, accumulator: Tensor | None = None, program: Program | None = None) -> None:
+        self.task = task
+        self.train_set = Examples.open(task.folder / "train")
+        self.test_set = Examples.open(task.folder / "test")
+        self.partition = Partition.open(task.folder / "partition")
+        self.program = task.make_program() if program is None else program
+        self.sum = ExactSum(task.form, accumulator)
+        self.store = ClientStore(task.states)
+        batch = example_batch(self.train_set.inputs, self.train_set.targets, task.batch_shape)
+        self.trainer = LocalTrainer(
+            self.program,
+            task.work,
+            adjust=task.algorithm.adjust(self.program),
+            extra=task.algorithm.step_extra(self.program),
+            seed=task.seed,
+            plan=task.plan,
+            batch=batch,
+        )
+
+    def train(self, message: Message, client: int, row: npt.NDArray[np.float64]) -> Failure | None:
+        """Train one client, add its update and fill its row; what went wrong, or None."""
+        started = time.perf_counter()
+        algorithm = self.task.algorithm
+        written = version(message.vector)
+        try:
+            data = self._data(client)
+            state = self.store.get(client, message.round) if algorithm.stateful else None
+            update, new_state = algorithm.local(self.trainer, message, data, state)
+        except MyceliaError as error:
+            return Failure(-1, False, str(error), error.fix)
+        except Exception:
+            return Failure(-1, False, traceback.format_exc(), "look at the client's own code")
+        if version(message.vector) != written:
+            raise MyceliaError(
+                "the client half wrote into the server's model",
+                rule="what the server sends is read only: the next client would start from another model",
+                fix="clone message.vector before changing it",
+                who=f"algorithm {algorithm.name}, client {client}",
+            )
+        try:
+            self.sum.add(update)
+        except DataError as error:
+            return Failure(-1, True, error.found, error.fix or error.rule)
+        if algorithm.stateful and new_state is not None:
+            self.store.put(client, message.round, new_state)
+        metrics = update.metrics
+        row[:] = (
+            1.0,
+            next(iter(update.terms.values())).weight,
+            metrics.get("loss_sum", 0.0),
+            metrics.get("examples", 0.0),
+            metrics.get("steps", 0.0),
+            time.perf_counter() - started,
+        )
+        return None
+
+    def chunks(self) -> int:
+        """How many parts the test set is measured in."""
+        return -(-len(self.test_set) // _CHUNK)
+
+    def test(self, message: Message, chunk: int) -> Metrics:
+        """Metrics of the message's model on one part of the test set."""
+        rows = np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, len(self.test_set)))
+        return self._measure(message.vector, message.buffers, self.test_set, rows)
+
+    def spread(self, message: Message, client: int, limit: int) -> dict[str, float]:
+        """Metrics of one client's own model on its own test examples."""
+        algorithm = self.task.algorithm
+        state = self.store.get(client, message.round) if algorithm.stateful else None
+        server = ServerState(message.vector, message.buffers, dict(message.extra))
+        vector, buffers = algorithm.personal(self.program, server, state)
+        rows = self.partition.test_indices(client)
+        examples = self.train_set
+        if len(rows) == 0:
+            examples = self.test_set
+            rows = self.partition.matched_test_indices(client, self.test_set.targets, limit)
+        metrics = self._measure(vector, buffers, examples, rows[:limit])
+        return metrics.result() | {"examples": float(metrics.count)}
+
+    def _data(self, client: int) -> ClientData:
+        rows = self.partition.indices(client)
+        examples = self.train_set
+        if not self.partition.transforms:
+            return ClientData(examples.inputs, examples.targets, rows, client)
+        inputs = self.partition.transform(client, examples.inputs[rows])
+        return ClientData(inputs, examples.targets[rows], np.arange(len(rows)), client)
+
+    def _measure(
+        self,
+        vector: Tensor,
+        buffers: dict[str, Tensor],
+        examples: Examples,
+        rows: npt.NDArray[np.int64],
+    ) -> Metrics:
+        metrics = Metrics(classes=self.task.classes)
+        params = self.program.unflatten(vector)
+        with torch.no_grad():
+            for first in range(0, len(rows), _CHUNK):
+                part = rows[first : first + _CHUNK]
+                inputs = torch.from_numpy(examples.inputs[part])
+                targets = torch.from_numpy(examples.targets[part])
+                forward = self.program.forward(params, buffers, inputs, targets, training=False)
+                metrics = metrics.update(forward.outputs, forward.losses, targets)
+        return metrics

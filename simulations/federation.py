@@ -1,0 +1,330 @@
+"""A federation without a network: the round machine, driven on a simulated clock over a backend."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from mycelia.aggregator.config import RoundConfig
+from mycelia.aggregator.effects import Abort, Configure, Effect, Evaluate, Finish, Merge, Outcome
+from mycelia.aggregator.rounds import Round, candidates_for
+from mycelia.aggregator.selectors import Selector
+from mycelia.aggregator.updates import ClientId, Expected, UpdateMeta
+from mycelia.engine.algorithms import Algorithm, Message, ServerState
+from mycelia.engine.errors import MyceliaError
+from mycelia.engine.program import Program
+from mycelia.simulations.backends import Backend, Failure
+from mycelia.simulations.behaviour import Behaviour
+from mycelia.simulations.partition import Partition
+
+__all__ = ["Federation", "RoundReport"]
+
+_READY, _END = 0, 1
+_TOO_SLOW = 4  # beside the stages of `Fates`: its answer comes after the configure deadline
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What a round did.
+
+    Attributes:
+        round: its number, 0-based.
+        outcomes: what became of each client asked.
+        aborted: why the round failed, None where it did not.
+        seconds: wall-clock seconds by phase.
+        simulated_s: length on the simulated clock.
+        asked: number of requests to clients.
+        survivors: number of updates in the sum.
+        sums: loss_sum, examples and steps over the survivors.
+    """
+
+    round: int
+    outcomes: tuple[Outcome, ...]
+    aborted: Abort | None
+    seconds: Mapping[str, float]
+    simulated_s: float
+    asked: int
+    survivors: int
+    sums: Mapping[str, float]
+
+
+@dataclass
+class _Collected:
+    """What arrives in one round."""
+
+    queue: list[tuple[float, int, int, int, int, int]] = field(default_factory=list)
+    fates: dict[tuple[int, int], tuple[int, str, str]] = field(default_factory=dict)
+    replan: bool = True
+    rows: dict[int, np.ndarray] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    asked: int = 0
+    merge: Merge | None = None
+    evaluate: bool = False
+    done: set[tuple[int, int]] = field(default_factory=set)
+
+
+class Federation:
+    """Runs rounds: the state of the server and the simulated clock between them.
+
+    Args:
+        program: the Program.
+        algorithm: the algorithm.
+        backend: trains and tests.
+        partition: who holds what.
+        selector: draws the cohorts.
+        behaviour: how devices behave.
+        config: the rounds' budget and policies.
+        cohort: clients per round.
+        seed: root seed.
+        max_weight: cap on a client's weight.
+        steps: local steps of a client with this many examples.
+        max_examples: most examples a client may report in a round.
+        progress: called with (clients done, clients asked) while a cohort trains.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: Program,
+        algorithm: Algorithm,
+        backend: Backend,
+        partition: Partition,
+        selector: Selector,
+        behaviour: Behaviour,
+        config: RoundConfig,
+        cohort: int,
+        seed: int,
+        max_weight: float,
+        steps: Callable[[int], int],
+        progress: Callable[[int, int], None] = lambda done, asked: None,
+    ) -> None:
+        self.program, self.algorithm, self.backend = program, algorithm, backend
+        self.partition, self.selector, self.behaviour = partition, selector, behaviour
+        self.config, self.cohort, self.seed = config, cohort, seed
+        self.max_weight, self.progress = max_weight, progress
+        self.state: ServerState = algorithm.start(program)
+        self.now_s = 0.0
+        self.carried: dict[ClientId, int] = {}
+        self.previous: Message | None = None
+        self._steps = steps
+        self._sizes = partition.sizes()
+        self.bytes_down = _bytes(self.message(0))
+        self.bytes_up = 4 * sum(spec.size for spec in algorithm.terms(program).values())
+
+    def message(self, round: int) -> Message:
+        """What the server sends in this round."""
+        state = self.state
+        return Message(state.vector, state.buffers, self.algorithm.message_extra(state), round)
+
+    def run_round(self, number: int, *, evaluate: Callable[[], None] | None = None) -> RoundReport:
+        """One round; the state moves only when it succeeds.
+
+        Args:
+            number: 0-based; names the random streams.
+            evaluate: measures the merged model; None: this round is not evaluated.
+        """
+        started = time.perf_counter()
+        message = self.message(number)
+        candidates, wanted = self._select(number)
+        expected = Expected(number, 1, self.program.schema.sha256, self.max_weight)
+        began = self.now_s
+        round = Round(
+            expected, candidates, wanted, self.config, evaluate=evaluate is not None, carried=self.carried
+        )
+        collected = _Collected()
+        for client, attempt in self.carried.items():
+            self._expect(collected, [int(client)], number - 1, attempt, began)
+        selected = time.perf_counter()
+        self._carry_out(round.start(began), round, number, collected)
+        while round.result is None and collected.merge is None:
+            self._train_ahead(round, message, number, collected)
+            self._carry_out(self._next_event(round, number, collected), round, number, collected)
+        trained = time.perf_counter()
+        merged = trained
+        if collected.merge is not None and round.result is None:
+            effects = self._merge(round, collected.merge)
+            merged = time.perf_counter()
+            self._carry_out(effects, round, number, collected)
+            if collected.evaluate and evaluate is not None and round.result is None:
+                evaluate()
+                round.evaluated(self.now_s)
+        else:
+            self.backend.total()  # a failed round's sum is thrown away
+        evaluated = time.perf_counter()
+        result = round.result
+        if result is None:  # pragma: no cover - the machine always ends
+            raise MyceliaError("the round did not end", who=f"round {number}")
+        self.carried = dict(result.carried) if isinstance(result, Finish) else {}
+        self.previous = message if self.carried else None
+        survivors = result.survivors if isinstance(result, Finish) else ()
+        rows = [collected.rows[int(client)] for client in survivors]
+        sums = np.sum(rows, axis=0) if rows else np.zeros(6)
+        return RoundReport(
+            number,
+            result.outcomes,
+            result if isinstance(result, Abort) else None,
+            {
+                "select": selected - started,
+                "train": trained - selected,
+                "merge": merged - trained,
+                "evaluate": evaluated - merged,
+            },
+            self.now_s - began,
+            collected.asked,
+            len(survivors),
+            {"loss_sum": float(sums[2]), "examples": float(sums[3]), "steps": float(sums[4])},
+        )
+
+    def _select(self, number: int) -> tuple[list[int], int]:
+        """The candidates and how many updates are wanted."""
+        reachable = None if self.behaviour.ideal else self._reachable(number)
+        drawn = self.selector.select(
+            range(self.partition.clients),
+            candidates_for(self.cohort, self.config) if self.selector.fixed_size else self.cohort,
+            round=number,
+            seed=self.seed,
+            weights=self._sizes,
+            available=reachable,
+        )
+        candidates = [int(client) for client in drawn]
+        return candidates, self.cohort if self.selector.fixed_size else len(candidates)
+
+    def _reachable(self, number: int) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda ids: self.behaviour.available(self.seed, ids, round=number, now_s=self.now_s)
+
+    def _carry_out(self, effects: Sequence[Effect], round: Round, number: int, collected: _Collected) -> None:
+        for effect in effects:
+            if isinstance(effect, Configure):
+                clients = [int(client) for client in effect.clients]
+                collected.asked += len(clients)
+                deadline = round.configure_deadline
+                self._expect(collected, clients, number, effect.attempt, self.now_s, deadline)
+            elif isinstance(effect, Merge):
+                collected.merge = effect
+            elif isinstance(effect, Evaluate):
+                collected.evaluate = True
+
+    def _expect(
+        self,
+        collected: _Collected,
+        clients: list[int],
+        number: int,
+        attempt: int,
+        now: float,
+        configure_deadline: float = -math.inf,
+    ) -> None:
+        """Work out what will become of clients just asked, and queue it."""
+        ids = np.asarray(clients, dtype=np.int64)
+        steps = 0 if self.behaviour.ideal else np.array([self._steps(int(n)) for n in self._sizes[ids]])
+        fates = self.behaviour.fates(
+            self.seed, ids, round=number, attempt=attempt, steps=steps,
+            bytes_down=self.bytes_down, bytes_up=self.bytes_up, now_s=now,
+        )  # fmt: skip
+        for position, client in enumerate(clients):
+            stage = int(fates.stage[position])
+            phase, cause = fates.loss(position) if stage else ("", "")
+            ready = now + float(fates.ready_s[position])
+            if not stage and now < configure_deadline <= ready:
+                stage = _TOO_SLOW  # it would be given up before its update could come
+            collected.fates[client, attempt] = (stage, phase, cause)
+            order = len(collected.fates)  # those that answer at one moment come in the order of the draw
+            if stage != 1 and ready > now:
+                heapq.heappush(collected.queue, (ready, _READY, order, client, attempt, number))
+            end = now + float(fates.end_s[position])
+            heapq.heappush(collected.queue, (end, _END, order, client, attempt, number))
+        collected.replan = True
+
+    def _train_ahead(self, round: Round, message: Message, number: int, collected: _Collected) -> None:
+        """Train those whose updates will be the next to arrive, as many as the round still needs.
+
+        Nothing trained here can be left over: each either fails or is among the first that the round takes.
+        """
+        if not collected.replan:
+            return
+        collected.replan = False
+        needed = round.needed
+        wanted: dict[int, list[tuple[int, int]]] = {number: [], number - 1: []}
+        ahead = [entry for entry in collected.queue if entry[1] == _END]
+        for moment, _, _, client, attempt, trained_on in sorted(ahead):
+            if needed == 0 or moment >= round.train_deadline:
+                break
+            if collected.fates[client, attempt][0] != 0:
+                continue
+            needed -= 1
+            if (client, attempt) not in collected.done:
+                wanted[trained_on].append((client, attempt))
+        for trained_on, pairs in wanted.items():
+            source = message if trained_on == number else self.previous
+            if not pairs or source is None:
+                continue
+            pairs.sort(key=lambda pair: (-int(self._sizes[pair[0]]), pair[0]))  # the largest first
+            outcomes = self.backend.train(source, [client for client, _ in pairs], self.progress)
+            for position, pair in enumerate(pairs):
+                collected.done.add(pair)
+                collected.rows[pair[0]] = outcomes.table[position]
+                collected.failures.pop(pair[0], None)
+            for failure in outcomes.failures:
+                collected.failures[pairs[failure.position][0]] = failure
+
+    def _next_event(self, round: Round, number: int, collected: _Collected) -> list[Effect]:
+        """Feed the machine what happens next on the simulated clock."""
+        if not collected.queue or collected.queue[0][0] >= round.deadline:
+            self.now_s = round.deadline
+            return round.tick(self.now_s)
+        moment, kind, _, client, attempt, trained_on = heapq.heappop(collected.queue)
+        self.now_s = max(self.now_s, moment)
+        if kind == _READY:
+            return round.ready([client], self.now_s)
+        stage, phase, cause = collected.fates[client, attempt]
+        if stage == _TOO_SLOW:
+            return []  # given up at the deadline, by the machine itself
+        if stage:
+            return round.dropped(client, attempt, cause, self.now_s, phase=phase)
+        failure = collected.failures.get(client)
+        collected.replan |= failure is not None
+        if failure is not None and failure.rejected:
+            return round.rejected(client, attempt, failure.cause, self.now_s, hint=failure.hint)
+        if failure is not None:
+            return round.failed(client, attempt, failure.cause, self.now_s, hint=failure.hint)
+        row = collected.rows[client]
+        meta = UpdateMeta(client, trained_on, attempt, self.program.schema.sha256, float(row[1]))
+        return round.update(meta, self.now_s)
+
+    def _merge(self, round: Round, merge: Merge) -> list[Effect]:
+        total = self.backend.total()
+        if total.count != len(merge.survivors):  # the sum and the record must never part
+            raise MyceliaError(
+                f"the sum holds {total.count} updates and the round accepted {len(merge.survivors)}",
+                rule="every accepted update is in the sum, and no other",
+                who="merge",
+            )
+        if total.count == 0:
+            return round.merged(self.now_s)
+        if not all(weight > 0 for weight in total.weights.values()):
+            return round.merge_failed("the weights sum to zero", self.now_s, reason="zero_weight")
+        state = self.algorithm.merge(self.program, self.state, total)
+        if name := _not_finite(state):
+            return round.merge_failed(
+                f"{name} of the merged model holds NaN or infinity; lower the learning rates", self.now_s
+            )
+        self.state = state
+        return round.merged(self.now_s)
+
+
+def _not_finite(state: ServerState) -> str:
+    tensors = {"the parameters": state.vector, **state.buffers, **state.extra}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return name
+    return ""
+
+
+def _bytes(message: Message) -> int:
+    tensors = [message.vector, *message.buffers.values(), *message.extra.values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
