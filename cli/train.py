@@ -35,8 +35,10 @@ def command(
 ) -> int:
     """Train a model centrally.
 
-    Every setting has a default: `mycelia train` alone trains an MLP on the digits set. Ctrl-C saves a
-    checkpoint; --resume goes on from it and ends with the same model as a run that was never stopped.
+    Every setting has a default: `mycelia train` alone trains an MLP on the digits.
+
+    Ctrl-C saves a checkpoint. --resume goes on from it, or from that of a run that was
+    killed, and ends with the same model as a run that was never stopped.
 
     Example: mycelia train -s model=lenet -s data=fashion-mnist -s epochs=5
     """

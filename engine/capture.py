@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mycelia.engine.errors import CaptureError, ConfigError
-from mycelia.engine.program import Program, call_of_graph, call_of_module
+from mycelia.engine.program import Program, call_of_graph, call_of_module, predictor_of_graph
 from mycelia.engine.schema import Entry, Role, Schema
 from mycelia.engine.seeding import drive_by_seed
 
@@ -32,15 +32,6 @@ class _WithLoss(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
         outputs = self.model(inputs)
         return self.loss(outputs, targets), outputs
-
-
-class _Predict(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.model(inputs)
 
 
 def capture(
@@ -97,21 +88,40 @@ def capture(
         exported = _export(_WithLoss(module, loss), (inputs, targets), dynamic_batch, module)
         graph, schema, initial = _functional(exported, schema, initial)
         graphs.append(graph)
-    module = copy.deepcopy(model).eval()
-    predictor, schema, initial = _functional(
-        _export(_Predict(module), (inputs,), dynamic_batch, module), schema, initial
-    )
-    # a constant found in a later graph extends the schema, so the calls are made last
-    graphs = [_with_placeholders(graph, schema) for graph in (*graphs, predictor)]
+    # a constant found in the second graph extends the schema, so the placeholders are set last
+    graphs = [_with_placeholders(graph, schema) for graph in graphs]
     return Program(
         schema,
         initial,
         call_of_graph(graphs[0], schema),
         call_of_graph(graphs[1], schema),
-        _predictor(graphs[2], schema),
+        predictor_of_graph(_outputs_alone(graphs[1]), schema),
         graphs=(graphs[0], graphs[1]),
         example=(inputs, targets),
     )
+
+
+def _outputs_alone(evaluation: fx.GraphModule) -> fx.GraphModule:
+    """The evaluation graph without its loss: what depends on the targets is gone."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    result: Any = graph.graph_copy(evaluation.graph, mapping)
+    graph.output(result[1])
+    holders = {node.target: node for node in graph.nodes if node.op == "placeholder"}
+    inputs, targets = holders["inputs"], holders["targets"]
+    for node in list(targets.users):
+        # export may have read the batch size off the targets; the inputs have the same
+        if node.target is torch.ops.aten.sym_size.int and node.args[1] == 0:
+            node.replace_input_with(targets, inputs)
+    graph.eliminate_dead_code()
+    if targets.users:
+        raise CaptureError(
+            "the outputs depend on the targets",
+            rule="a prediction is made from the inputs alone",
+            fix="keep the targets in the loss",
+            who="model",
+        )
+    return fx.GraphModule(evaluation, graph)
 
 
 def _two_examples(example: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -170,7 +180,8 @@ def _export(
             warnings.simplefilter("ignore")  # export talks about its own deprecations and RNN weight lists
             exported = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
             # an empty table functionalises and keeps linear, conv2d, lstm, ... whole
-            return exported.run_decompositions({})
+            functional: torch.export.ExportedProgram = exported.run_decompositions({})
+            return functional
     except Exception as error:
         raise _not_exportable(error, model) from error
 
@@ -277,7 +288,7 @@ def _with_placeholders(module: fx.GraphModule, schema: Schema) -> fx.GraphModule
             mapping[node] = new
         elif node in mapping:
             mapping[node].meta["val"] = node.meta.get("val")
-    result = graph.graph_copy(old, mapping)
+    result: Any = graph.graph_copy(old, mapping)
     mutated: dict[str, str] = module.meta["mycelia_mutated"]
     output = next(node for node in old.nodes if node.op == "output")
     updates: dict[str, fx.Node] = {}
@@ -294,15 +305,3 @@ def _with_placeholders(module: fx.GraphModule, schema: Schema) -> fx.GraphModule
     new_module = fx.GraphModule(module, graph)
     new_module.graph.lint()
     return new_module
-
-
-def _predictor(module: fx.GraphModule, schema: Schema) -> Callable[..., Any]:
-    params = [e.name for e in schema.of(Role.PARAMETER)]
-    buffers = [e.name for e in schema.of(Role.BUFFER, Role.COUNTER)]
-    frozen = [e.name for e in schema.of(Role.FROZEN)]
-
-    def predict(p: dict[str, Tensor], b: dict[str, Tensor], f: dict[str, Tensor], inputs: Tensor) -> Any:
-        values = [*(p[n] for n in params), *(b[n] for n in buffers), *(f[n] for n in frozen)]
-        return module(*values, inputs, None, None)[0]
-
-    return predict

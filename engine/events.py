@@ -1,20 +1,15 @@
-"""The events of a run: what they say, and how they are one line of JSON each.
+"""The events of a run.
 
 A run's `events.jsonl` is its only record: progress bars, reports and comparisons are derived from it. `v`,
 the schema version, changes when the meaning of what is there changes; new kinds and new fields do not change
-it, and a reader passes over those that it does not know.
-
-A number that is not finite is written as a string, see `plain_json`.
+it, and a reader passes over those that it does not know. `event_log` writes and reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
-
-from mycelia.engine import plain_json
-from mycelia.engine.errors import DataError
 
 __all__ = [
     "KINDS",
@@ -39,9 +34,6 @@ __all__ = [
     "SystemLoad",
     "Text",
     "WarningRaised",
-    "decode",
-    "encode",
-    "latest_history",
 ]
 
 SCHEMA_VERSION = 1
@@ -298,7 +290,10 @@ class WarningRaised(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunFinished(Event):
-    """The run ends: `status` is "finished", "interrupted" or "failed", `result` what the command prints."""
+    """The run ends: `status` is "finished", "interrupted" or "failed", `result` what the command prints.
+
+    A result that is the text "NaN", "Infinity" or "-Infinity" is read back as that number.
+    """
 
     kind: ClassVar[str] = "run_finished"
 
@@ -314,89 +309,3 @@ KINDS: Mapping[str, type[Event]] = {
         Privacy, SystemLoad, CheckpointSaved, WarningRaised, RunFinished,
     )
 }  # fmt: skip
-
-
-def encode(event: Event, t: float) -> bytes:
-    """The event as one line of JSON that ends in a newline; `t` is the time of an event that has none.
-
-    Arrays, NumPy scalars and tensors are written as plain numbers. Raises `DataError` for what JSON cannot
-    say.
-    """
-    line: dict[str, Any] = {"v": SCHEMA_VERSION, "t": event.t or t, "kind": event.kind}
-    for name in _FIELDS[event.kind]:
-        line[name] = getattr(event, name)
-    if isinstance(event, Outcomes):
-        line["clients"] = [_trim(outcome) for outcome in event.clients]
-    try:
-        text = plain_json.dumps(line)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"an event holds what JSON cannot say ({error})",
-            rule="an event holds numbers, strings, lists and tables with string keys",
-            who=f"event '{event.kind}'",
-        ) from error
-    # A lone surrogate, from a file name that is not UTF-8, becomes its JSON escape.
-    return text.encode(errors="backslashreplace") + b"\n"
-
-
-def decode(line: Mapping[str, Any]) -> Event | None:
-    """The event that a parsed line stands for; None for a kind of a later minor version.
-
-    Raises `DataError` when a field that the kind must have is missing or malformed.
-    """
-    kind = KINDS.get(str(line.get("kind")))
-    if kind is None:
-        return None
-    values = {name: line[name] for name in _FIELDS[kind.kind] if name in line}
-    for name in _NUMERIC[kind.kind] & values.keys():
-        values[name] = plain_json.read_numbers(values[name])
-    try:
-        if kind is Outcomes:
-            values["clients"] = [Outcome(*outcome) for outcome in values["clients"]]
-        return kind(t=line["t"], **values)
-    except (KeyError, TypeError) as error:
-        raise DataError(f"an event of kind '{kind.kind}' is malformed ({error})") from error
-
-
-def latest_history(events: Iterable[Event], resumed_at: Sequence[int]) -> Iterator[Event]:
-    """The events as if the run had never stopped: what a resumed run does again replaces what it did before.
-
-    `resumed_at` are the steps of the `Resumed` events, in order.
-    """
-    resumes = 0
-    for event in events:
-        resumes += isinstance(event, Resumed)
-        if _position(event) <= min(resumed_at[resumes:], default=_END):
-            yield event
-
-
-_END = 2**63
-
-
-# The fields of each kind, and those of them that can hold a number that is not finite.
-_FIELDS = {
-    kind: tuple(item.name for item in fields(event) if item.name != "t") for kind, event in KINDS.items()
-}
-_NUMERIC = {
-    kind: frozenset(item.name for item in fields(event) if "float" in str(item.type) or item.name == "result")
-    for kind, event in KINDS.items()
-}
-
-
-def _position(event: Event) -> int:
-    """The step or round an event belongs to; 0 for those that belong to the whole run."""
-    if isinstance(event, RunFinished):
-        return _END  # a run that was resumed has not ended there
-    for name in ("round", "step"):
-        value = getattr(event, name, None)
-        if value is not None:
-            return int(value)
-    return 0
-
-
-def _trim(outcome: Outcome) -> list[object]:
-    values: list[object] = list(outcome)
-    defaults = list(Outcome._field_defaults.values())
-    while len(values) > 1 and values[-1] == defaults[len(values) - 2]:
-        values.pop()
-    return values

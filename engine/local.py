@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from mycelia.engine.program import Program
 from mycelia.engine.rng import derive, generator
 from mycelia.engine.schema import Role
 from mycelia.engine.step import Adjust
-from mycelia.engine.transforms.compile import PlannedStep, compile_step
+from mycelia.engine.transforms.compile import PlannedStep
 from mycelia.engine.types import Tensors
 
 __all__ = ["ClientData", "LocalResult", "LocalTrainer", "LocalWork", "named_views", "parameter_slices"]
@@ -116,7 +117,8 @@ class LocalTrainer:
         extra: tensors that `adjust` reads, by name, as examples of their shapes ("lr" is added here).
         seed: root seed of batch order and dropout.
         plan: resolved plan.
-        batch: one full batch (inputs, targets), for the shapes that `inductor` compiles.
+        package: the compiled step of a full batch, for the plan `inductor`; see `package_of`.
+        batch_shape: shape of the inputs that the package serves.
     """
 
     def __init__(
@@ -128,7 +130,8 @@ class LocalTrainer:
         extra: Mapping[str, Tensor] | None = None,
         seed: int = 0,
         plan: str = "interpreter",
-        batch: tuple[Tensor, Tensor] | None = None,
+        package: Path | None = None,
+        batch_shape: tuple[int, ...] | None = None,
     ) -> None:
         self.program, self.work, self.seed = program, work, seed
         params, self._buffers = program.init()
@@ -142,11 +145,7 @@ class LocalTrainer:
         self._scratch: Tensors = {}
         self._zero_seed = torch.zeros((), dtype=torch.int64)
         self._random = uses_seed(program)
-        if batch is None:
-            self._step = PlannedStep(program, adjust, "interpreter" if plan == "inductor" else plan)
-        else:
-            example = (self._params, self._buffers, *batch, self._extra)
-            self._step = compile_step(program, adjust, plan, example)
+        self._step = PlannedStep(program, adjust, plan, package, batch_shape)
 
     def run(
         self,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mycelia.engine.errors import CaptureError, ConfigError
+from mycelia.engine.portable import PortableGraph
 from mycelia.engine.schema import Role, Schema
 from mycelia.engine.types import Tensors
 
@@ -65,6 +66,19 @@ class Program:
         params = {e.name: self.initial[e.name].clone() for e in self.schema.of(Role.PARAMETER)}
         buffers = {e.name: self.initial[e.name].clone() for e in self.schema.of(Role.BUFFER, Role.COUNTER)}
         return params, buffers
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel to a spawned process; the graphs are those of the calls, so they go once."""
+        return _arrived_program, (
+            self.schema,
+            dict(self.initial),
+            self.training,
+            self.evaluation,
+            self.predictor,
+            self.backend,
+            self.graphs is not None,
+            self.note,
+        )
 
     @cached_property
     def frozen(self) -> Tensors:
@@ -164,18 +178,86 @@ class Program:
         return self.graphs[0]
 
 
+def _arrived_program(
+    schema: Schema,
+    initial: Tensors,
+    training: Call,
+    evaluation: Call,
+    predictor: Callable[..., Any],
+    backend: str,
+    graphed: bool,
+    note: tuple[str, ...],
+) -> Program:
+    graphs = None
+    if graphed and isinstance(training, GraphCall) and isinstance(evaluation, GraphCall):
+        graphs = (training.module, evaluation.module)
+    return Program(schema, initial, training, evaluation, predictor, backend, graphs, None, note)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphCall:
+    """The forward pass of a graph; made by `call_of_graph`, and fit to travel to a spawned process."""
+
+    module: fx.GraphModule
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+    frozen: tuple[str, ...]
+
+    def __call__(
+        self, p: Tensors, b: Tensors, f: Tensors, inputs: Tensor, targets: Tensor, seed: Tensor
+    ) -> Forward:
+        """Losses, outputs and new buffers."""
+        values = [*(p[n] for n in self.params), *(b[n] for n in self.buffers), *(f[n] for n in self.frozen)]
+        losses, outputs, *updates = self.module(*values, inputs, targets, seed)
+        return Forward(losses, outputs, dict(zip(self.buffers, updates, strict=True)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel as a portable graph."""
+        return _arrived, (GraphCall, PortableGraph.of(self.module), self.params, self.buffers, self.frozen)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphPredictor:
+    """The outputs of an evaluation graph without its loss."""
+
+    module: fx.GraphModule
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+    frozen: tuple[str, ...]
+
+    def __call__(self, p: Tensors, b: Tensors, f: Tensors, inputs: Tensor) -> Any:
+        """What the model returns."""
+        values = [*(p[n] for n in self.params), *(b[n] for n in self.buffers), *(f[n] for n in self.frozen)]
+        return self.module(*values, inputs, None, None)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel as a portable graph."""
+        graph = PortableGraph.of(self.module)
+        return _arrived, (GraphPredictor, graph, self.params, self.buffers, self.frozen)
+
+
+def _arrived(
+    kind: type[GraphCall] | type[GraphPredictor], graph: PortableGraph, *names: tuple[str, ...]
+) -> GraphCall | GraphPredictor:
+    return kind(graph.build(), *names)
+
+
 def call_of_graph(module: fx.GraphModule, schema: Schema) -> Call:
     """The forward pass of a graph whose placeholders are the schema's tensors, inputs, targets, seed."""
-    params = [e.name for e in schema.of(Role.PARAMETER)]
-    buffers = [e.name for e in schema.of(Role.BUFFER, Role.COUNTER)]
-    frozen = [e.name for e in schema.of(Role.FROZEN)]
+    return GraphCall(module, *_names(schema))
 
-    def call(p: Tensors, b: Tensors, f: Tensors, inputs: Tensor, targets: Tensor, seed: Tensor) -> Forward:
-        values = [*(p[n] for n in params), *(b[n] for n in buffers), *(f[n] for n in frozen)]
-        losses, outputs, *updates = module(*values, inputs, targets, seed)
-        return Forward(losses, outputs, dict(zip(buffers, updates, strict=True)))
 
-    return call
+def predictor_of_graph(module: fx.GraphModule, schema: Schema) -> GraphPredictor:
+    """The predictor of a graph with the same placeholders that returns the outputs alone."""
+    return GraphPredictor(module, *_names(schema))
+
+
+def _names(schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    params, buffers, frozen = (
+        tuple(entry.name for entry in schema.of(*roles))
+        for roles in ((Role.PARAMETER,), (Role.BUFFER, Role.COUNTER), (Role.FROZEN,))
+    )
+    return params, buffers, frozen
 
 
 def call_of_module(module: nn.Module, loss: Callable[[Any, Tensor], Tensor], training: bool) -> Call:

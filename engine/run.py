@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from mycelia.engine.errors import ConfigError, MyceliaError
-from mycelia.engine.event_log import EventLog, read_events
-from mycelia.engine.events import CheckpointSaved, Event, Listener, Resumed, WarningRaised, latest_history
+from mycelia.engine.event_log import EventLog, latest_history, read_events
+from mycelia.engine.events import CheckpointSaved, Event, Listener, Resumed, WarningRaised
 
 if TYPE_CHECKING:
     from mycelia.engine.checkpoint import Checkpoint

@@ -7,15 +7,16 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from mycelia.aggregator.config import RoundConfig
-from mycelia.aggregator.effects import Abort, Configure, Effect, Evaluate, Finish, Merge, Outcome
+from mycelia.aggregator.effects import Abort, Configure, Effect, Evaluate, Finish, Merge, Outcome, Phase
 from mycelia.aggregator.rounds import Round, candidates_for
 from mycelia.aggregator.selectors import Selector
-from mycelia.aggregator.updates import ClientId, Expected, UpdateMeta
+from mycelia.aggregator.updates import Expected, UpdateMeta
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
 from mycelia.engine.errors import MyceliaError
 from mycelia.engine.program import Program
@@ -23,7 +24,7 @@ from mycelia.simulations.backends import Backend, Failure
 from mycelia.simulations.behaviour import Behaviour
 from mycelia.simulations.partition import Partition
 
-__all__ = ["Federation", "RoundReport"]
+__all__ = ["Federation", "RoundReport", "Straggler"]
 
 _READY, _END = 0, 1
 _TOO_SLOW = 4  # beside the stages of `Fates`: its answer comes after the configure deadline
@@ -54,19 +55,36 @@ class RoundReport:
     sums: Mapping[str, float]
 
 
+class Straggler(NamedTuple):
+    """What will become of a client that was asked, at simulated second `end`; see `Fates`."""
+
+    attempt: int
+    end: float
+    stage: int
+    phase: Phase
+    cause: str
+
+
 @dataclass
 class _Collected:
     """What arrives in one round."""
 
     queue: list[tuple[float, int, int, int, int, int]] = field(default_factory=list)
-    fates: dict[tuple[int, int], tuple[int, str, str]] = field(default_factory=dict)
+    fates: dict[tuple[int, int], Straggler] = field(default_factory=dict)
     replan: bool = True
-    rows: dict[int, np.ndarray] = field(default_factory=dict)
+    rows: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     asked: int = 0
     merge: Merge | None = None
     evaluate: bool = False
     done: set[tuple[int, int]] = field(default_factory=set)
+
+    def expect(self, client: int, fate: Straggler, trained_on: int) -> None:
+        """Queue the end of a client that trains on the model of round `trained_on`."""
+        self.fates[client, fate.attempt] = fate
+        order = len(self.fates)  # those that answer at one moment come in the order of the draw
+        heapq.heappush(self.queue, (fate.end, _END, order, client, fate.attempt, trained_on))
+        self.replan = True
 
 
 class Federation:
@@ -110,7 +128,7 @@ class Federation:
         self.max_weight, self.progress = max_weight, progress
         self.state: ServerState = algorithm.start(program)
         self.now_s = 0.0
-        self.carried: dict[ClientId, int] = {}
+        self.carried: dict[int, Straggler] = {}
         self.previous: Message | None = None
         self._steps = steps
         self._sizes = partition.sizes()
@@ -135,11 +153,16 @@ class Federation:
         expected = Expected(number, 1, self.program.schema.sha256, self.max_weight)
         began = self.now_s
         round = Round(
-            expected, candidates, wanted, self.config, evaluate=evaluate is not None, carried=self.carried
+            expected,
+            candidates,
+            wanted,
+            self.config,
+            evaluate=evaluate is not None,
+            carried={client: straggler.attempt for client, straggler in self.carried.items()},
         )
         collected = _Collected()
-        for client, attempt in self.carried.items():
-            self._expect(collected, [int(client)], number - 1, attempt, began)
+        for client, straggler in self.carried.items():
+            collected.expect(client, straggler, number - 1)
         selected = time.perf_counter()
         self._carry_out(round.start(began), round, number, collected)
         while round.result is None and collected.merge is None:
@@ -160,7 +183,8 @@ class Federation:
         result = round.result
         if result is None:  # pragma: no cover - the machine always ends
             raise MyceliaError("the round did not end", who=f"round {number}")
-        self.carried = dict(result.carried) if isinstance(result, Finish) else {}
+        late = result.carried if isinstance(result, Finish) else {}
+        self.carried = {int(c): collected.fates[int(c), attempt] for c, attempt in late.items()}
         self.previous = message if self.carried else None
         survivors = result.survivors if isinstance(result, Finish) else ()
         rows = [collected.rows[int(client)] for client in survivors]
@@ -195,7 +219,7 @@ class Federation:
         candidates = [int(client) for client in drawn]
         return candidates, self.cohort if self.selector.fixed_size else len(candidates)
 
-    def _reachable(self, number: int) -> Callable[[np.ndarray], np.ndarray]:
+    def _reachable(self, number: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
         return lambda ids: self.behaviour.available(self.seed, ids, round=number, now_s=self.now_s)
 
     def _carry_out(self, effects: Sequence[Effect], round: Round, number: int, collected: _Collected) -> None:
@@ -228,17 +252,14 @@ class Federation:
         )  # fmt: skip
         for position, client in enumerate(clients):
             stage = int(fates.stage[position])
-            phase, cause = fates.loss(position) if stage else ("", "")
-            ready = now + float(fates.ready_s[position])
+            phase, cause = fates.loss(position) if stage else ("train", "")
+            ready, end = now + float(fates.ready_s[position]), now + float(fates.end_s[position])
             if not stage and now < configure_deadline <= ready:
                 stage = _TOO_SLOW  # it would be given up before its update could come
-            collected.fates[client, attempt] = (stage, phase, cause)
-            order = len(collected.fates)  # those that answer at one moment come in the order of the draw
-            if stage != 1 and ready > now:
+            collected.expect(client, Straggler(attempt, end, stage, phase, cause), number)
+            if stage != 1 and end > now:  # otherwise its update says that it was ready
+                order = len(collected.fates)
                 heapq.heappush(collected.queue, (ready, _READY, order, client, attempt, number))
-            end = now + float(fates.end_s[position])
-            heapq.heappush(collected.queue, (end, _END, order, client, attempt, number))
-        collected.replan = True
 
     def _train_ahead(self, round: Round, message: Message, number: int, collected: _Collected) -> None:
         """Train those whose updates will be the next to arrive, as many as the round still needs.
@@ -254,7 +275,7 @@ class Federation:
         for moment, _, _, client, attempt, trained_on in sorted(ahead):
             if needed == 0 or moment >= round.train_deadline:
                 break
-            if collected.fates[client, attempt][0] != 0:
+            if collected.fates[client, attempt].stage != 0:
                 continue
             needed -= 1
             if (client, attempt) not in collected.done:
@@ -281,11 +302,11 @@ class Federation:
         self.now_s = max(self.now_s, moment)
         if kind == _READY:
             return round.ready([client], self.now_s)
-        stage, phase, cause = collected.fates[client, attempt]
-        if stage == _TOO_SLOW:
+        fate = collected.fates[client, attempt]
+        if fate.stage == _TOO_SLOW:
             return []  # given up at the deadline, by the machine itself
-        if stage:
-            return round.dropped(client, attempt, cause, self.now_s, phase=phase)
+        if fate.stage:
+            return round.dropped(client, attempt, fate.cause, self.now_s, phase=fate.phase)
         failure = collected.failures.get(client)
         collected.replan |= failure is not None
         if failure is not None and failure.rejected:

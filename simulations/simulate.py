@@ -27,21 +27,22 @@ from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.engine.events import Listener
 from mycelia.engine.local import LocalWork
 from mycelia.engine.program import Program
+from mycelia.engine.report.spread import worst_decile
 from mycelia.engine.run import Run
 from mycelia.engine.schema import model_sha256
 from mycelia.engine.sums import SumFormat
 from mycelia.engine.transforms.compile import (
     Plan,
     choose_plan,
-    compile_step,
     example_batch,
+    package_of,
     tune,
 )
 from mycelia.engine.types import Tensors
 from mycelia.simulations.backends import Backend, Inline, Task, Workers
 from mycelia.simulations.backends.shared import shared_folder
 from mycelia.simulations.client_store import ClientStore
-from mycelia.simulations.federation import Federation, RoundReport
+from mycelia.simulations.federation import Federation, RoundReport, Straggler
 from mycelia.simulations.partition import Partition
 from mycelia.simulations.recipe import Recipe
 from mycelia.simulations.scenario import Scenario
@@ -66,7 +67,7 @@ class SimulationResult:
         test_accuracy: share of right answers on the test set; None for regression. Where clients have models
             of their own it is the mean over clients, weighted by examples.
         test_loss: mean loss, likewise.
-        worst_decile_accuracy: tenth percentile of the clients' accuracies.
+        worst_decile_accuracy: mean accuracy of the worst tenth of the clients.
         bytes_up: sent by clients, over all rounds.
         bytes_down: received by clients, over all rounds.
         epsilon: None: the run was not private.
@@ -188,12 +189,9 @@ class _Simulation:
         program = recipe()
         sizes = partition.sizes()
         meta: Mapping[str, Any] = checkpoint.meta if checkpoint else {}
-        fixed_batch = work.batch_size if 0 < work.batch_size <= int(sizes.max()) else 0
-        plan = self._plan(meta.get("plan"), program, algorithm, work, dataset, sizes, fixed_batch)
+        plan, package = self._plan(meta.get("plan"), program, algorithm, work, dataset, sizes)
         self.plan_name = plan.name
-        with self._backend(
-            recipe, program, algorithm, work, dataset, partition, plan, fixed_batch
-        ) as backend:
+        with self._backend(program, algorithm, work, dataset, partition, plan, package) as backend:
             federation = Federation(
                 program=program,
                 algorithm=algorithm,
@@ -226,40 +224,42 @@ class _Simulation:
         work: LocalWork,
         dataset: Dataset,
         sizes: np.ndarray[Any, Any],
-        fixed_batch: int,
-    ) -> Plan:
-        """The recorded plan of a run that goes on; otherwise the rule, or measurement."""
+    ) -> tuple[Plan, tuple[Path, tuple[int, ...]] | None]:
+        """The recorded plan of a run that goes on, else the rule or measurement; and what is compiled."""
+        steps = self.scenario.rounds * self.scenario.cohort * work.step_count(int(np.median(sizes)))
         if recorded:
-            return Plan(str(recorded), "recorded")
-        scenario = self.scenario
-        steps = scenario.rounds * scenario.cohort * work.step_count(int(np.median(sizes)))
-        wanted = scenario.plan
-        if program.graphs is None and wanted in ("default", "tune"):
-            wanted = "eager"
-        plan = choose_plan(wanted, steps)
-        batch = example_batch(dataset.train.inputs, dataset.train.targets, fixed_batch)
+            plan = Plan(str(recorded), "recorded")
+        elif program.graphs is None and self.scenario.plan in ("default", "tune"):
+            plan = Plan("eager", "the model has no graph")
+        else:
+            plan = choose_plan(self.scenario.plan, steps)
+        fixed = work.batch_size if 0 < work.batch_size <= int(sizes.max()) else 0
+        batch = example_batch(dataset.train.inputs, dataset.train.targets, fixed)
+        if plan.name in ("eager", "interpreter"):
+            return plan, None
         if batch is None:
-            return plan if plan.name == "eager" else Plan("interpreter", "no batch has a fixed size")
+            return Plan("interpreter", "no batch has a fixed size"), None
         params, buffers = program.init()
-        extra = {"lr": torch.tensor(work.lr)} | algorithm.step_extra(program)
-        example = (program.unflatten(program.flatten(params).clone()), buffers, *batch, extra)
-        adjust = algorithm.adjust(program)
+        vector = program.flatten(params).clone()
+        extra = {"lr": work.rate(vector.dtype)} | algorithm.step_extra(program)
+        example = (program.unflatten(vector), buffers, *batch, extra)
         if plan.name == "tune":
-            return tune(program, adjust, example, steps)[0]
-        compile_step(program, adjust, plan.name, example)  # here once, so that workers find it in the cache
-        return plan
+            plan = tune(program, algorithm.adjust(program), example, steps)[0]
+        if plan.name == "interpreter":
+            return plan, None
+        package = package_of(program, algorithm.adjust(program), example)
+        return plan, (package, tuple(batch[0].shape))
 
     @contextmanager
     def _backend(
         self,
-        recipe: Recipe,
         program: Program,
         algorithm: Algorithm,
         work: LocalWork,
         dataset: Dataset,
         partition: Partition,
         plan: Plan,
-        fixed_batch: int,
+        package: tuple[Path, tuple[int, ...]] | None,
     ) -> Iterator[Backend]:
         scenario = self.scenario
         fixed = selectors.build(scenario.selector.name, **scenario.selector.options).fixed_size
@@ -274,7 +274,7 @@ class _Simulation:
             dataset.test.save(folder / "test")
             partition.save(folder / "partition")
             task = Task(
-                make_program=recipe,
+                program=program,
                 algorithm=algorithm,
                 work=work,
                 form=form,
@@ -284,15 +284,15 @@ class _Simulation:
                 states=self.run.path / "clients",
                 classes=dataset.classes,
                 max_cohort=min(cohort + carried, max(_POISSON_CHUNK, scenario.cohort)),
-                batch_shape=fixed_batch,
+                package=package[0] if package else None,
+                batch_shape=package[1] if package else None,
             )
             if scenario.backend.name == "inline":
-                backend: Backend = Inline(task, program)
+                backend: Backend = Inline(task)
             else:
                 extra = algorithm.message_extra(algorithm.start(program))
                 backend = Workers(
                     task,
-                    program,
                     dict(extra),
                     workers=scenario.backend.workers,
                     deadline_s=scenario.round.budget_s,
@@ -417,7 +417,7 @@ class _Simulation:
             {
                 "plan": self.plan_name,
                 "now_s": federation.now_s,
-                "carried": [[client, attempt] for client, attempt in federation.carried.items()],
+                "carried": [[client, *straggler] for client, straggler in federation.carried.items()],
                 "failed": self.failed,
                 "failed_in_a_row": self.failed_in_a_row,
                 "bytes_up": self.bytes_up,
@@ -445,7 +445,7 @@ class _Simulation:
 
         federation.state = ServerState(tensors["vector"], part("buffer/"), part("extra/"))
         federation.now_s = meta["now_s"]
-        federation.carried = {client: attempt for client, attempt in meta["carried"]}
+        federation.carried = {client: Straggler(*fate) for client, *fate in meta["carried"]}
         self.number = checkpoint.step
         if "previous/vector" in tensors:
             federation.previous = Message(
@@ -485,7 +485,7 @@ class _Simulation:
             simulated_seconds=federation.now_s,
             test_accuracy=accuracy,
             test_loss=loss,
-            worst_decile_accuracy=float(np.percentile(accuracies, 10)) if accuracies else None,
+            worst_decile_accuracy=worst_decile(accuracies) if accuracies else None,
             bytes_up=self.bytes_up,
             bytes_down=self.bytes_down,
             epsilon=None,

@@ -198,7 +198,7 @@ def save_weights(path: str | Path, state: dict[str, Tensor]) -> str:
 def largest_difference(first: str | Path, second: str | Path) -> float:
     """Largest absolute difference between two files of weights; their names and shapes have to agree.
 
-    After one round of S1 with everyone taking part, two float32 systems agree to about 1e-7 on each model. Later
+    After one round with everyone taking part, two float32 systems agree to about 1e-7 on each model. Later
     rounds of `cnn` tell less: rounding flips ReLU and pooling decisions, and at this learning rate a plain
     float32 loop is 2e-5 away from its float64 twin after two rounds and 2e-4 after three (20 clients).
     """

@@ -73,11 +73,15 @@ class FedProx(Algorithm):
         fixed = None if self.adaptive else self.mu
 
         def proximal(grads: Tensors, params: Tensors, extra: Tensors) -> Tensors:
-            mu: float | Tensor = extra["mu"] if fixed is None else fixed
-            return {
-                name: (grad + mu * (params[name] - extra[f"anchor.{name}"])).to(grad.dtype)
-                for name, grad in grads.items()
-            }
+            new = {}
+            for name, grad in grads.items():
+                away = params[name] - extra[f"anchor.{name}"]
+                if fixed is None:
+                    pulled = torch.addcmul(grad, away, extra["mu"])
+                else:
+                    pulled = torch.add(grad, away, alpha=fixed)
+                new[name] = pulled.to(grad.dtype)
+            return new
 
         return proximal
 

@@ -68,18 +68,18 @@ class Scaffold(Algorithm):
         return self if self.population else replace(self, population=population)
 
     def adjust(self, program: Program) -> Adjust:
-        """Add c - c_i to the gradient."""
+        """Take the client's drift, c_i - c, from the gradient."""
         del program
 
         def corrected(grads: Tensors, params: Tensors, extra: Tensors) -> Tensors:
             del params
-            return {n: (grad + extra[f"correction.{n}"]).to(grad.dtype) for n, grad in grads.items()}
+            return {n: (grad - extra[f"drift.{n}"]).to(grad.dtype) for n, grad in grads.items()}
 
         return corrected
 
     def step_extra(self, program: Program) -> Tensors:
-        """The correction c - c_i."""
-        return named_views(program, "correction", self._zeros(program))
+        """The client's drift."""
+        return named_views(program, "drift", self._zeros(program))
 
     def server_extra(self, program: Program) -> Tensors:
         """The server's control variate c, at first zero."""
@@ -99,20 +99,17 @@ class Scaffold(Algorithm):
         """Corrected local SGD, then the new control variate."""
         control = message.extra["control"]
         own = None if state is None else state["control"]
-        correction = control
-        if own is not None:
-            correction = torch.sub(control, own, out=trainer.scratch("correction", control.dtype))
+        drift = trainer.scratch("drift", control.dtype)
+        if own is None:
+            torch.neg(control, out=drift)
+        else:
+            torch.sub(own, control, out=drift)
         new = self._gradient(trainer, message, data).to(control.dtype) if self.option == "I" else None
-        result = trainer.run(
-            message.vector,
-            message.buffers,
-            data,
-            message.round,
-            trainer.named_views("correction", correction),
-        )
+        extra = trainer.named_views("drift", drift)
+        result = trainer.run(message.vector, message.buffers, data, message.round, extra)
         if new is None:
             new = message.vector.to(control.dtype) - result.vector
-            new.div_(result.steps * trainer.work.lr).sub_(correction)
+            torch.add(drift, new, alpha=1 / (result.steps * trainer.work.lr), out=new)
         weight = client_weight(self.weighting, len(data))
         terms = model_terms(trainer.program, message, result, weight)
         terms["control"] = Term(new, weight, own)

@@ -106,7 +106,8 @@ def _line(facts: Mapping[str, Any]) -> list[str]:
     line = [f"mycelia {head['command']}" if head["command"] else "run", str(head["status"])]
     if head["started"]:
         line.append(f"{head['started'][:16].replace('T', ' ')} UTC")
-    line.append(duration(head["seconds"]))
+    if "seconds_total" not in head["result"]:
+        line.append(duration(head["seconds"]))
     if head["seed"] is not None:
         line.append(f"seed {head['seed']}")
     if head["resumes"]:

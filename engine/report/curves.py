@@ -54,7 +54,7 @@ class Curves:
         curves = []
         for (metric, split, unit), series in sorted(self._series.items()):
             curve = {"metric": metric, "split": split, "unit": unit} | series.facts()
-            if unit == "round" and self._simulated:
+            if unit == "round" and any(self._simulated.values()):
                 curve["simulated_seconds"] = [self._simulated.get(x) for x in curve["x"]]
             curves.append(curve)
         return {"curves": curves}

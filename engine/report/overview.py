@@ -17,7 +17,7 @@ from mycelia.engine.events import (
     WarningRaised,
 )
 from mycelia.engine.report.part import Section, Table
-from mycelia.engine.report.text import number
+from mycelia.engine.report.text import number, size
 
 __all__ = ["Overview", "Setting", "Warnings"]
 
@@ -137,8 +137,9 @@ class Setting:
         """See `Part`."""
         start = self._started
         texts = (("config.toml", self._toml.strip()),) if self._toml.strip() else ()
-        rows = [row for row in _flat(start.environment) if row[1]] if start else []
+        rows = [(name, _listed(value)) for name, value in start.environment.items()] if start else []
         if start:
+            rows = [(name, value) for name, value in rows if value]
             kept = {"seed": str(start.seed), "plan": start.plan, "data": start.data_sha256}
             kept |= {"partition": start.partition_sha256, "parent run": start.parent}
             rows += [(name, value) for name, value in kept.items() if value]
@@ -148,14 +149,17 @@ class Setting:
         return Section(self.name, "Configuration and environment", tables=tables, texts=texts)
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows = []
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            rows += _flat(value, f"{prefix}{key} ")
-        else:
-            rows.append((f"{prefix}{key}", number(value) if isinstance(value, float) else str(value)))
-    return rows
+def _listed(value: object) -> str:
+    """A table of the environment in one line, without what is empty."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    parts = []
+    for name, item in value.items():
+        if name.endswith("_bytes") and isinstance(item, int):
+            parts.append(f"{name.removesuffix('_bytes')} {size(item)}")
+        elif item not in ("", None):
+            parts.append(f"{name} {_listed(item)}")
+    return ", ".join(parts)
 
 
 def _moment(t: float) -> str:

@@ -50,14 +50,18 @@ _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "rounds": ("Rounds", text.number),
     "epochs": ("Epochs", text.number),
     "steps": ("Steps", text.number),
+    "failed_rounds": ("Failed rounds", text.number),
     "seconds_total": ("Time", text.duration),
+    "seconds_startup": ("Start-up", text.duration),
     "seconds_per_round": ("Time per round", text.duration),
+    "simulated_seconds": ("Simulated time", text.duration),
     "sgd_steps_per_second": ("SGD steps per second", text.number),
     "bytes_up": ("Sent by clients", text.size),
     "bytes_down": ("Sent to clients", text.size),
     "model_sha256": ("Model SHA-256", text.number),
 }
-_LEFT_OUT = {"run_dir", "seed"}
+_LEFT_OUT = {"run_dir", "seed", "partition_sha256"}  # said elsewhere on the page
+_ONLY_SOME = {"failed_rounds", "simulated_seconds"}  # nothing to say when there are none
 
 
 def tiles(result: Mapping[str, Any]) -> list[Tile]:
@@ -66,6 +70,8 @@ def tiles(result: Mapping[str, Any]) -> list[Tile]:
     for key in [*(key for key in _SHOWN if key in result), *(key for key in result if key not in _SHOWN)]:
         value = result[key]
         if value is None or value == "" or key in _LEFT_OUT or isinstance(value, Mapping | list):
+            continue
+        if key in _ONLY_SOME and not value:
             continue
         label, show = _SHOWN.get(key, (text.title(key), text.number))
         if isinstance(value, bool) or not isinstance(value, int | float):

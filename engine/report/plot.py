@@ -83,7 +83,7 @@ def line_plot(
             axes.set_ylim(0, None)
 
     labels = zip((label for label, _, _ in lines), SERIES, strict=False)
-    return (legend(labels) if len(lines) > 1 else "") + draw(name, paint)
+    return legend(labels) + draw(name, paint)
 
 
 def ticks(axis: Axis, *, whole: bool = False, share: bool = False, number: int = 6) -> None:

@@ -8,6 +8,7 @@ from hashlib import sha256
 
 __all__ = ["amount", "duration", "number", "percent", "plural", "scale_bytes", "size", "slug", "title"]
 
+_WORDS = {"lr": "learning rate", "f1": "F1", "auroc": "AUROC", "sha256": "SHA-256"}
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -76,6 +77,7 @@ def slug(name: str) -> str:
 
 
 def title(name: str) -> str:
-    """A metric's name as words: "update_norm" → "Update norm"."""
-    words = name.replace("_", " ").replace("/", " ").strip()
-    return words[:1].upper() + words[1:]
+    """A metric's name as words: "update_norm" → "Update norm", "lr" → "Learning rate"."""
+    words = name.replace("_", " ").replace("/", " ").split()
+    text = " ".join(_WORDS.get(word, word) for word in words)
+    return text[:1].upper() + text[1:]

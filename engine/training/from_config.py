@@ -123,10 +123,10 @@ def resume(
         ConfigError: no run, or one of another command or schema version.
         MyceliaError: another process writes the run; and as `prepare` and `Trainer.fit` do.
     """
-    started = begun(Run.open(path))
-    prepared = prepare(load_config(TrainConfig, path / CONFIG))
-    if started is not None:
-        for listener in listeners:
-            listener(started)  # what a display needs to know of the run's length
+    begun(Run.open(path))  # another command's run is refused before its log is opened for writing
     with Run.resume(path, listeners=listeners) as run:
+        prepared = prepare(load_config(TrainConfig, path / CONFIG))
+        if (started := begun(run)) is not None:
+            for listener in listeners:
+                listener(started)  # what a display needs to know of the run's length
         return prepared.fit(run, on_signal)

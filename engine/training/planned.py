@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -21,8 +21,13 @@ from mycelia.engine.types import Tensors
 
 __all__ = ["Example", "PlannedUpdate", "StepOf", "plan_update"]
 
-StepOf = Callable[[Program], Step]
-"""Makes the step of a Program: a plan may run it on another form of the Program."""
+
+class StepOf(Protocol):
+    """Makes the step of a Program: a plan chooses the form of the Program, and whether to write in place."""
+
+    def __call__(self, program: Program, *, in_place: bool) -> Step:
+        """The step."""
+
 
 Example = tuple[Tensors, Tensors, Tensor, Tensor]
 """(params, carry, inputs, targets) with the shapes of a full batch."""
@@ -47,9 +52,11 @@ class PlannedUpdate:
                 f"plan {plan!r} is not resolved", rule="eager, interpreter or inductor", who="plan"
             )
         self.plan = plan
-        self._step = step_of(program)
+        self._step = step_of(program, in_place=True)
         self._traced: dict[tuple[torch.Size, torch.Size], fx.GraphModule] = {}
-        self._compiled = _compiled(step_of(layout(program)), example) if plan == "inductor" else None
+        self._compiled: Callable[[list[Tensor]], list[Tensor]] | None = None
+        if plan == "inductor":
+            self._compiled = _compiled(step_of(layout(program), in_place=False), example)
         self._shapes = (example[2].shape, example[3].shape)
 
     def __call__(

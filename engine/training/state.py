@@ -54,14 +54,18 @@ class TrainState:
 
     def check_finite(self) -> None:
         """Refuse a model that holds NaN or infinity; it is never saved or returned."""
-        for name, tensor in {**self.params, **self.buffers}.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise MyceliaError(
-                    f"{name!r} holds NaN or infinity after step {self.step}",
-                    rule="a model that is not finite is never saved",
-                    fix="lower the learning rate, or set clip_norm; the last checkpoint is intact",
-                    who="training",
-                )
+        for tensors, fix in (
+            (self.params, "lower the learning rate, or set clip_norm"),
+            (self.buffers, "BatchNorm has no variance over a batch of one; choose another batch_size"),
+        ):
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                    raise MyceliaError(
+                        f"{name!r} holds NaN or infinity after step {self.step}",
+                        rule="a model that is not finite is never saved",
+                        fix=f"{fix}; the last checkpoint is intact",
+                        who="training",
+                    )
 
     def tensors(self) -> Tensors:
         """All tensors by the names they have in a checkpoint."""

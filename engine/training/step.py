@@ -35,7 +35,9 @@ def split_carry(carry: Tensors) -> tuple[Tensors, Tensors]:
     return buffers, state
 
 
-def update_step(program: Program, optimizer: Optimizer, *, clip_norm: float = 0.0) -> Step:
+def update_step(
+    program: Program, optimizer: Optimizer, *, clip_norm: float = 0.0, in_place: bool = False
+) -> Step:
     """The step `(params, carry) -> (params, carry)` that an optimiser makes of a Program.
 
     It has the shape of `engine.step.Step` with the carry in the place of the buffers, so a plan can trace and
@@ -45,7 +47,10 @@ def update_step(program: Program, optimizer: Optimizer, *, clip_norm: float = 0.
         program: gives the losses; the gradient is that of the batch's mean.
         optimizer: makes new parameters of the gradient.
         clip_norm: largest global gradient norm; 0 does not clip.
+        in_place: the same bits, with the optimiser writing over parameters and state; faster where nothing is
+            fused, and no longer pure.
     """
+    update = optimizer.update_ if in_place else optimizer.update
 
     def step(
         params: Tensors, carry: Tensors, inputs: Tensor, targets: Tensor, seed: Tensor, extra: Tensors
@@ -64,7 +69,7 @@ def update_step(program: Program, optimizer: Optimizer, *, clip_norm: float = 0.
             new: Tensors = {}
             if clip_norm:
                 grads, new[GRADIENT_NORM] = clip_by_global_norm(grads, clip_norm)
-            moved, state_after = optimizer.update(grads, unflatten_state(state), params)
+            moved, state_after = update(grads, unflatten_state(state), params)
             new |= {_BUFFER + name: tensor.detach() for name, tensor in forward.buffers.items()}
             new |= {_STATE + name: tensor for name, tensor in flatten_state(state_after).items()}
             return StepResult(moved, new, loss.detach())

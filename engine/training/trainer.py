@@ -131,9 +131,9 @@ class Trainer:
         """Steps of the whole training."""
         return self.steps or self.epochs * steps_per_epoch(examples, self.batch_size)
 
-    def step_of(self, program: Program) -> Step:
+    def step_of(self, program: Program, *, in_place: bool) -> Step:
         """The step this trainer makes of a form of its program."""
-        return update_step(program, self.optimizer, clip_norm=self.clip_norm)
+        return update_step(program, self.optimizer, clip_norm=self.clip_norm, in_place=in_place)
 
 
 class _Fit:

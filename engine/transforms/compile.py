@@ -1,10 +1,10 @@
-"""Plans: how a step is run. The plan is part of a run's configuration, because two plans never give the same bits.
+"""Plans: how a step is run. It is part of a run's configuration, because two plans never give the same bits.
 
 | plan | what runs |
 |---|---|
 | `eager` | the step as Python, operator by operator with PyTorch's autograd; for debugging |
-| `interpreter` | the step traced once per batch shape into one graph without autograd, run operator by operator |
-| `inductor` | full batches: the traced step with `layout`, compiled ahead of time by Inductor; other shapes: interpreter |
+| `interpreter` | the step traced once per batch shape into a graph without autograd, run node by node |
+| `inductor` | full batches: the step with `layout`, compiled ahead of time; other shapes: interpreter |
 
 `default` is a static rule: `inductor` when a C++ compiler exists and at least `WORTH_COMPILING` steps are
 planned, else `interpreter`. `tune` times the candidates for the shapes at hand and counts compile time
@@ -42,6 +42,7 @@ __all__ = [
     "choose_plan",
     "compile_step",
     "example_batch",
+    "package_of",
     "trace_step",
     "tune",
 ]
@@ -161,7 +162,9 @@ def trace_step(
         result = step(
             dict(zip(names, values[:head], strict=True)),
             dict(zip(own, values[head:tail], strict=True)),
-            *values[tail : tail + 3],
+            values[tail],
+            values[tail + 1],
+            values[tail + 2],
             dict(zip(more, values[tail + 3 :], strict=True)),
         )
         for name, value in zip(names, values[:head], strict=True):

@@ -75,10 +75,7 @@ def pool_by_maximum(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.max_pool2d.default:
             continue
-        value, kernel, stride, padding, dilation, ceil = (
-            *node.args,
-            *([], 0, 1, False)[len(node.args) - 2 :],
-        )
+        value, kernel, stride, padding, dilation, ceil = _padded(node.args, ([], 0, 1, False))
         shape = _shape(value)
         plain = _pair(kernel) == (2, 2) and _pair(stride or kernel) == (2, 2) and not ceil
         plain = plain and _pair(padding) == (0, 0) and _pair(dilation) == (1, 1)
@@ -107,7 +104,7 @@ def convolve_by_columns(graph: fx.Graph) -> int:
 
 
 def _conv_arguments(node: fx.Node) -> tuple[Any, Any, Any, int]:
-    value, weight, bias, _, padding, *_ = (*node.args, *(None, 1, 0, 1, 1)[len(node.args) - 2 :])
+    value, weight, bias, _, padding, *_ = _padded(node.args, (None, 1, 0, 1, 1))
     return value, weight, bias, _pair(padding)[0]
 
 
@@ -117,12 +114,17 @@ def _columns(node: fx.Node) -> bool:
         return True
     if node.op != "call_function" or node.target is not aten.conv2d.default:
         return False
-    _, weight, _, stride, padding, dilation, groups = (*node.args, *(None, 1, 0, 1, 1)[len(node.args) - 2 :])
+    _, weight, _, stride, padding, dilation, groups = _padded(node.args, (None, 1, 0, 1, 1))
     shape = _shape(weight)
     pad = _pair(padding)
     square = _pair(stride) == (1, 1) and _pair(dilation) == (1, 1) and groups == 1 and pad[0] == pad[1]
     small = len(shape) == 4 and shape[1] * shape[2] * shape[3] <= _COLUMN_TERMS
-    return square and small and len(_shape(node)) == 4 and pad[0] < min(shape[2:])
+    return bool(square and small and len(_shape(node)) == 4 and pad[0] < min(shape[2:]))
+
+
+def _padded(args: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All arguments of an operator: two that are always given, and the defaults of those left out."""
+    return (*args, *defaults[len(args) - 2 :])
 
 
 def _shape(node: Any) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from mycelia.engine.algorithms import Message
 from mycelia.engine.metrics import Metrics
-from mycelia.engine.program import Program
 from mycelia.engine.sums import ExactSum, Total
 from mycelia.simulations.backends.base import COLUMNS, Backend, Outcomes, Progress, quiet
 from mycelia.simulations.backends.replica import Replica, Task
@@ -22,14 +21,13 @@ class Inline(Backend):
 
     Args:
         task: what to do.
-        program: the task's Program, when the caller has it already.
     """
 
     name = "inline"
     workers = 1
 
-    def __init__(self, task: Task, program: Program | None = None) -> None:
-        self._replica = Replica(task, program=program)
+    def __init__(self, task: Task) -> None:
+        self._replica = Replica(task)
         self._fresh = True
 
     def train(self, message: Message, clients: Sequence[int], progress: Progress = quiet) -> Outcomes:
@@ -48,8 +46,10 @@ class Inline(Backend):
 
     def total(self) -> Total:
         """The running sum; the next `train` starts a new one."""
-        self._fresh = True
         own = self._replica.sum
+        if self._fresh:  # nobody was trained: it still holds the sum before
+            own.reset()
+        self._fresh = True
         return ExactSum.total(own.form, [own.accumulator], own.count)
 
     def test(self, message: Message) -> Metrics:

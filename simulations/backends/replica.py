@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +20,6 @@ from mycelia.engine.local import ClientData, LocalTrainer, LocalWork
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.program import Program
 from mycelia.engine.sums import ExactSum, SumFormat
-from mycelia.engine.transforms.compile import example_batch
 from mycelia.simulations.backends.base import Failure
 from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.partition import Partition
@@ -37,7 +34,7 @@ class Task:
     """All a process needs to train clients; it travels to a spawned process.
 
     Attributes:
-        make_program: builds the Program; the same in every process.
+        program: the Program.
         algorithm: the algorithm.
         work: local work, as the algorithm adjusted it.
         form: the exact sum's format.
@@ -47,9 +44,11 @@ class Task:
         states: folder of the clients' states.
         classes: number of classes, None for regression.
         max_cohort: most clients in one call.
+        package: the compiled step of a full batch, None for the other plans.
+        batch_shape: shape of the inputs that the package serves.
     """
 
-    make_program: Callable[[], Program]
+    program: Program
     algorithm: Algorithm
     work: LocalWork
     form: SumFormat
@@ -59,8 +58,8 @@ class Task:
     states: Path
     classes: int | None
     max_cohort: int
-    batch_shape: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    package: Path | None = None
+    batch_shape: tuple[int, ...] | None = None
 
 
 class Replica:
@@ -77,10 +76,9 @@ class Replica:
         self.train_set = Examples.open(task.folder / "train")
         self.test_set = Examples.open(task.folder / "test")
         self.partition = Partition.open(task.folder / "partition")
-        self.program = task.make_program() if program is None else program
+        self.program = task.program
         self.sum = ExactSum(task.form, accumulator)
         self.store = ClientStore(task.states)
-        batch = example_batch(self.train_set.inputs, self.train_set.targets, task.batch_shape)
         self.trainer = LocalTrainer(
             self.program,
             task.work,
@@ -88,7 +86,8 @@ class Replica:
             extra=task.algorithm.step_extra(self.program),
             seed=task.seed,
             plan=task.plan,
-            batch=batch,
+            package=task.package,
+            batch_shape=task.batch_shape,
         )
 
     def train(self, message: Message, client: int, row: npt.NDArray[np.float64]) -> Failure | None:
@@ -148,7 +147,10 @@ class Replica:
         if len(rows) == 0:
             examples = self.test_set
             rows = self.partition.matched_test_indices(client, self.test_set.targets, limit)
-        metrics = self._measure(vector, buffers, examples, rows[:limit])
+        own = examples.take(rows)
+        if self.partition.transforms:
+            own = replace(own, inputs=self.partition.transform(client, own.inputs, test=True))
+        metrics = self._measure(vector, buffers, own, np.arange(min(limit, len(own))))
         return metrics.result() | {"examples": float(metrics.count)}
 
     def _data(self, client: int) -> ClientData:

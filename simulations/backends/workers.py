@@ -26,7 +26,6 @@ from mycelia.engine.algorithms import Message
 from mycelia.engine.errors import MyceliaError
 from mycelia.engine.heap import keep_heap
 from mycelia.engine.metrics import Metrics
-from mycelia.engine.program import Program
 from mycelia.engine.schema import Role
 from mycelia.engine.sums import ExactSum, Total
 from mycelia.simulations.backends.base import COLUMNS, Backend, Failure, Outcomes, Progress, quiet
@@ -36,7 +35,7 @@ from mycelia.simulations.backends.shared import Layout, SharedTensors
 __all__ = ["Workers"]
 
 _TELL_S = 0.1
-_START_S = 300.0  # imports, capture and, on the first run, one compilation
+_START_S = 300.0  # imports on a busy machine
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class Workers(Backend):
 
     Args:
         task: what to do.
-        program: the task's Program in this process, for shapes.
         extra: example of the message's extra tensors, by name.
         workers: number of processes; 0 takes one per core.
         deadline_s: most seconds one call may take.
@@ -65,7 +63,6 @@ class Workers(Backend):
     def __init__(
         self,
         task: Task,
-        program: Program,
         extra: dict[str, torch.Tensor],
         *,
         workers: int = 0,
@@ -73,6 +70,7 @@ class Workers(Backend):
     ) -> None:
         self.workers = workers or _cores()
         self._task, self._deadline_s, self._fresh = task, deadline_s, True
+        program = task.program
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "vector": ((program.dimension,), program.flatten(program.init()[0]).dtype),
             "clients": ((task.max_cohort,), torch.int64),
@@ -88,7 +86,8 @@ class Workers(Backend):
         self._tensors = SharedTensors(shared.path, shared.layout, create=True).tensors
         context = get_context("spawn")
         self._counter = context.Value("q", 0)
-        self._processes, self._pipes = [], []
+        self._processes: list[Any] = []
+        self._pipes: list[Connection[Any, Any]] = []
         self._count = 0
         for worker in range(self.workers):
             ours, theirs = context.Pipe()
@@ -205,10 +204,10 @@ class Workers(Backend):
                     fix="raise round.budget_s, or look for a client that hangs",
                     who=f"worker {min(pending.values())}",
                 )
-            for pipe in ready:
-                worker = pending.pop(id(pipe))
+            for found in ready:
+                worker = pending.pop(id(found))
                 try:
-                    kind, answer = pipe.recv()  # type: ignore[union-attr]
+                    kind, answer = self._pipes[worker].recv()
                 except (EOFError, OSError) as error:
                     self._processes[worker].join(timeout=5)
                     code = self._processes[worker].exitcode

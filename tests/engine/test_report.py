@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mycelia.engine import events as e
@@ -306,6 +306,7 @@ def test_the_curves_of_a_long_run_stay_small(tmp_path: Path) -> None:
     assert (curve["x"][-1], curve["last"], curve["max"]) == (100_000, 1e-5, 1.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(2, 20))
 def test_thinning_a_curve_keeps_its_mean_and_its_ends(values: list[float], limit: int) -> None:
     series = Series(limit)

@@ -133,6 +133,8 @@ def test_noise_grows_with_the_client_and_repeats() -> None:
         assert (made.transform(client, zeros, test=True) != noisy).any()
     assert deal("noise", 4, level=0.0).transform(3, zeros) is zeros
     assert deal("iid", 4).transform(3, zeros) is zeros
+    assert made.transforms
+    assert not deal("iid", 4).transforms
 
 
 def test_noise_needs_inputs_of_floats() -> None:

@@ -17,7 +17,7 @@ Rule = Callable[[Array, list[Array]], Array]
 
 
 def reddi(v_of: Callable[[Array, Array], Array], b1: float, corrected: bool = False) -> Rule:
-    """Reddi et al. 2021, algorithm 2: x + η m / (√v + τ); `corrected` divides the moments as Kingma & Ba do."""
+    """Reddi et al. 2021, algorithm 2: x + η m / (√v + τ); `corrected`: with Kingma & Ba's divisors."""
 
     def run(x: Array, deltas: list[Array]) -> Array:
         m, v = np.zeros_like(x), np.zeros_like(x) if corrected else np.full_like(x, TAU**2)

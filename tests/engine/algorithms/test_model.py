@@ -34,7 +34,7 @@ from tests.engine.algorithms.harness import (
 
 
 class Roles(nn.Module):
-    """A scalar and an empty parameter, a half-precision and a scalar buffer, two kinds of counter, frozen ones."""
+    """A scalar and an empty parameter, half and scalar buffers, two kinds of counter, frozen tensors."""
 
     weight: Tensor
 
@@ -128,7 +128,7 @@ def test_terms_without_kept_names_are_not_copies() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_updates_are_summed_exactly(dtype: torch.dtype) -> None:
-    """A thousand deltas of one unit in the last place: a sum in halves would lose them all but the first few."""
+    """A thousand deltas of one unit in the last place: a sum in halves would lose most of them."""
     program = quadratic(2, dtype, "eager")
     start = torch.tensor([1.0, 1.0], dtype=dtype)
     end = torch.nextafter(start, torch.tensor(2.0, dtype=dtype))

@@ -120,7 +120,7 @@ def test_controls_of_half_models_are_float32() -> None:
 
 
 def test_no_needless_copies() -> None:
-    """The update holds the trainer's vector, the message's, the new state and the old: nothing else of size d."""
+    """The update holds the trainer's vector, the message's, and the new and the old state: no other [d]."""
     federation = bowls(Scaffold(), steps=2)
     federation.round()
     client, message = federation.clients[0], federation.message()
