@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import linecache
-import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export.graph_signature import ExportGraphSignature, OutputKind
 
+from mycelia.engine import structure
 from mycelia.engine.errors import CaptureError, ConfigError
-from mycelia.engine.program import Program, call_of_graph, call_of_module, predictor_of_graph
+from mycelia.engine.exported import TAIL, order, to_graph
+from mycelia.engine.graph import is_library
+from mycelia.engine.program import Graphs, Program, call_of_module, predictor_of_module
 from mycelia.engine.schema import Entry, Role, Schema
 from mycelia.engine.seeding import drive_by_seed
 
@@ -22,16 +29,24 @@ __all__ = ["capture"]
 Loss = Callable[[Any, Tensor], Tensor]
 
 
+class _Seen:
+    """What tracing saw of the outputs; apart from the module, whose attributes export restores."""
+
+    outputs: Any = None
+
+
 class _WithLoss(nn.Module):
     """What is exported: the model and the loss, so that one graph holds both."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model, self.loss = model, loss
+        self.seen = _Seen()
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         outputs = self.model(inputs)
-        return self.loss(outputs, targets), outputs
+        leaves, self.seen.outputs = structure.flatten(outputs)
+        return self.loss(outputs, targets), *leaves
 
 
 def capture(
@@ -54,6 +69,7 @@ def capture(
     Raises:
         CaptureError: a reduced loss, a module that cannot be exported (with module, source line and
             operator), or a random operator without a seeded form.
+        ConfigError: an unknown backend.
 
     >>> import torch
     >>> from torch.nn.functional import mse_loss
@@ -67,81 +83,77 @@ def capture(
     """
     if backend not in ("export", "eager"):
         raise ConfigError(f"backend {backend!r}", rule="one of 'export', 'eager'", who="capture")
-    inputs, targets = _two_examples(example)
+    inputs, targets = _checked_example(example, dynamic_batch)
+    _check_model(model, loss)
     model = copy.deepcopy(model)
-    _check_loss(copy.deepcopy(model), loss, inputs, targets)
+    _check_loss(copy.deepcopy(model).eval(), loss, inputs, targets)
     schema, initial = _schema_of(model)
     if backend == "eager":
-        module = copy.deepcopy(model)
+        training, evaluation = copy.deepcopy(model).train(), copy.deepcopy(model).eval()
         return Program(
             schema,
             initial,
-            call_of_module(module, loss, training=True),
-            call_of_module(module, loss, training=False),
-            lambda p, b, f, x: torch.func.functional_call(module.eval(), {**p, **b, **f}, (x,)),
+            call_of_module(training, loss),
+            call_of_module(evaluation, loss),
+            predictor_of_module(evaluation),
             backend="eager",
             example=(inputs, targets),
         )
-    graphs = []
-    for training in (True, False):
-        module = copy.deepcopy(model).train(training) if training else copy.deepcopy(model).eval()
-        exported = _export(_WithLoss(module, loss), (inputs, targets), dynamic_batch, module)
-        graph, schema, initial = _functional(exported, schema, initial)
-        graphs.append(graph)
-    # a constant found in the second graph extends the schema, so the placeholders are set last
-    graphs = [_with_placeholders(graph, schema) for graph in graphs]
-    return Program(
-        schema,
-        initial,
-        call_of_graph(graphs[0], schema),
-        call_of_graph(graphs[1], schema),
-        predictor_of_graph(_outputs_alone(graphs[1]), schema),
-        graphs=(graphs[0], graphs[1]),
-        example=(inputs, targets),
-    )
+    traced = [
+        _export(copy.deepcopy(model).train(mode), loss, (inputs, targets), dynamic_batch)
+        for mode in (True, False)
+    ]
+    training = _lower(traced[0], schema, initial, dynamic_batch)
+    # most models do the same in both modes
+    evaluation = training if traced[0].same(traced[1]) else _lower(traced[1], schema, initial, dynamic_batch)
+    return Program.of_graphs(schema, initial, Graphs(training, evaluation), (inputs, targets))
 
 
-def _outputs_alone(evaluation: fx.GraphModule) -> fx.GraphModule:
-    """The evaluation graph without its loss: what depends on the targets is gone."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    result: Any = graph.graph_copy(evaluation.graph, mapping)
-    graph.output(result[1])
-    holders = {node.target: node for node in graph.nodes if node.op == "placeholder"}
-    inputs, targets = holders["inputs"], holders["targets"]
-    for node in list(targets.users):
-        # export may have read the batch size off the targets; the inputs have the same
-        if node.target is torch.ops.aten.sym_size.int and node.args[1] == 0:
-            node.replace_input_with(targets, inputs)
-    graph.eliminate_dead_code()
-    if targets.users:
+def _checked_example(example: tuple[Tensor, Tensor], dynamic: bool) -> tuple[Tensor, Tensor]:
+    """The example, with at least two rows for a symbolic batch: export specialises a batch of one."""
+    try:
+        inputs, targets = (torch.as_tensor(part).detach() for part in example)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise CaptureError(
-            "the outputs depend on the targets",
-            rule="a prediction is made from the inputs alone",
-            fix="keep the targets in the loss",
-            who="model",
-        )
-    return fx.GraphModule(evaluation, graph)
-
-
-def _two_examples(example: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The example with at least two rows: export specialises a batch of one."""
-    inputs, targets = (torch.as_tensor(part) for part in example)
+            f"an example of type {type(example).__name__}: {error}",
+            rule="a pair of tensors (inputs, targets)",
+            who="example",
+        ) from error
     if inputs.dim() == 0 or targets.dim() == 0 or len(inputs) != len(targets) or len(inputs) == 0:
         raise CaptureError(
             f"an example of shapes {tuple(inputs.shape)} and {tuple(targets.shape)}",
             rule="inputs [B, ...] and targets [B, ...] with the same B >= 1",
             who="example",
         )
-    if len(inputs) == 1:
+    if len(inputs) == 1 and dynamic:
         return torch.cat([inputs, inputs]), torch.cat([targets, targets])
     return inputs, targets
 
 
+def _check_model(model: nn.Module, loss: Loss) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise CaptureError(
+                f"parameter {name!r} has no shape yet",
+                rule="all parameters exist before capture",
+                fix="run the model once on a batch",
+                who=name,
+            )
+    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+        raise CaptureError(
+            "the loss has trainable parameters",
+            rule="what is trained belongs to the model",
+            fix="make them parameters of the model and return what the loss needs from it",
+            who="loss",
+        )
+
+
 def _check_loss(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> None:
-    with torch.no_grad():
-        outputs = model(inputs)
-        losses = loss(outputs, targets)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(model)):
+            losses = loss(model(inputs.clone()), targets.clone())
+    except Exception as error:
+        raise _failed("the model or its loss fails on the example", error, model) from error
     batch = len(inputs)
     if not isinstance(losses, Tensor) or tuple(losses.shape) != (batch,):
         found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -152,6 +164,10 @@ def _check_loss(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -
             fix='use reduction="none"' + ("" if reduced else " and average over all axes but the first"),
             who="loss",
         )
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
 
 def _schema_of(model: nn.Module) -> tuple[Schema, dict[str, Tensor]]:
@@ -170,138 +186,167 @@ def _schema_of(model: nn.Module) -> tuple[Schema, dict[str, Tensor]]:
     return Schema(tuple(entries)), initial
 
 
-def _export(
-    module: nn.Module, args: tuple[Tensor, ...], dynamic: bool, model: nn.Module
-) -> torch.export.ExportedProgram:
-    batch = torch.export.Dim.DYNAMIC if dynamic else None
-    shapes = tuple({0: batch} for _ in args) if dynamic else None
+@dataclass(frozen=True)
+class _Traced:
+    """A model and loss as exported, before operators are made functional."""
+
+    model: nn.Module
+    exported: torch.export.ExportedProgram
+    outputs: Any
+
+    def same(self, other: _Traced) -> bool:
+        """Whether both compute the same."""
+        mine, others = self.exported, other.exported
+        codes = [
+            [part.code for part in e.graph_module.modules() if isinstance(part, fx.GraphModule)]
+            for e in (mine, others)
+        ]
+        return (
+            codes[0] == codes[1]
+            and str(mine.graph_signature) == str(others.graph_signature)
+            and self.outputs == other.outputs
+            and mine.constants.keys() == others.constants.keys()
+            and all(_equal(value, others.constants[name]) for name, value in mine.constants.items())
+        )
+
+
+def _code(module: nn.Module) -> list[str]:
+    return [part.code for part in module.modules() if isinstance(part, fx.GraphModule)]
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    return one is two
+
+
+def _export(model: nn.Module, loss: Loss, example: tuple[Tensor, Tensor], dynamic: bool) -> _Traced:
+    wrapper = _WithLoss(model, loss)
+    batch = torch.export.Dim("batch") if dynamic else None
+    shapes = ({0: batch}, {0: batch}) if dynamic else None
+    args = (example[0].clone(), example[1].clone())  # the model may write into its input
+    with _quiet("the model cannot be exported", model):
+        exported = torch.export.export(wrapper, args, dynamic_shapes=shapes, strict=False)
+    return _Traced(model, exported, wrapper.seen.outputs)
+
+
+@contextlib.contextmanager
+def _quiet(what: str, model: nn.Module) -> Iterator[None]:
+    """Export without its printing and warnings (own deprecations, RNN weight lists), its errors as ours."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # export talks about its own deprecations and RNN weight lists
-            exported = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
-            # an empty table functionalises and keeps linear, conv2d, lstm, ... whole
-            functional: torch.export.ExportedProgram = exported.run_decompositions({})
-            return functional
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    except CaptureError:
+        raise
     except Exception as error:
-        raise _not_exportable(error, model) from error
+        raise _failed(what, error, model) from error
 
 
-def _not_exportable(error: Exception, model: nn.Module) -> CaptureError:
-    """Name the innermost module, the last line of user code, and what export said."""
+def _lower(traced: _Traced, schema: Schema, initial: dict[str, Tensor], dynamic: bool) -> fx.GraphModule:
+    """The graph of one mode, with arguments and results as `Graphs` says."""
+    with _quiet("the model cannot be exported", traced.model):
+        # an empty table functionalises and keeps linear, conv2d, lstm, ... whole
+        exported = traced.exported.run_decompositions({})
+    signature = exported.graph_signature
+    module = to_graph(
+        exported,
+        _names(signature, traced.model),
+        schema,
+        initial,
+        lambda values, holders: _results(values, signature, schema, holders),
+    )
+    module.meta["outputs"] = traced.outputs
+    _check_losses(module, dynamic)
+    inputs, _, seed, first = module.graph.find_nodes(op="placeholder")[-len(TAIL) :]
+    drive_by_seed(module.graph, seed, first, inputs.meta["val"].shape[0])
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def _names(signature: ExportGraphSignature, model: nn.Module) -> dict[str, str]:
+    """What export's placeholders stand for; a tied tensor goes by its first name."""
+    first: dict[int, str] = {}
+    for name, tensor in _named_tensors(model):
+        first.setdefault(id(tensor), name)
+    known = {f"model.{name}": first[id(tensor)] for name, tensor in _named_tensors(model)}
+    names = dict(zip(map(str, signature.user_inputs), TAIL, strict=False))
+    for table in (signature.inputs_to_parameters, signature.inputs_to_buffers):
+        names |= {holder: known[target] for holder, target in table.items() if target in known}
+    return names
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All names, those of tied tensors too, in the order of the schema."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _results(
+    found: Sequence[Any], signature: ExportGraphSignature, schema: Schema, holders: Mapping[str, fx.Node]
+) -> tuple[Any, ...]:
+    """Losses, outputs, then every buffer and counter: as it is after the pass, or as it came."""
+    returned: list[Any] = []
+    updates: dict[str, Any] = {}
+    updatable = {entry.name for entry in schema.of(Role.BUFFER, Role.COUNTER)}
+    for spec, value in zip(signature.output_specs, found, strict=True):
+        name = (spec.target or "").removeprefix("model.")
+        if spec.kind is OutputKind.USER_OUTPUT:
+            returned.append(value)
+        elif spec.kind is OutputKind.BUFFER_MUTATION and name in updatable:
+            updates[name] = value
+        elif spec.kind is not OutputKind.USER_INPUT_MUTATION:  # the caller's batch is never changed
+            raise CaptureError(
+                f"the forward pass changes {name or spec.kind.name!r}",
+                rule="a pass may change float buffers and integer counters, nothing else",
+                fix="register it as a float or integer buffer, or change it outside forward",
+                who=name,
+            )
+    return (*returned, *(updates.get(name, holders[name]) for name in order(schema) if name in updatable))
+
+
+def _check_losses(module: fx.GraphModule, dynamic: bool) -> None:
+    losses: Any = module.graph.output_node().args[0]
+    value = losses[0].meta["val"]
+    if value.dim() != 1 or (dynamic and not isinstance(value.shape[0], torch.SymInt)):
+        raise CaptureError(
+            f"the loss gives shape {tuple(value.shape)} whatever the batch",
+            rule="loss(outputs, targets) -> Tensor[B], one loss per example",
+            fix="use targets.shape[0] in place of a fixed number",
+            who="loss",
+        )
+
+
+def _failed(what: str, error: Exception, model: nn.Module) -> CaptureError:
+    """Name the innermost module, the last line of user code, and what PyTorch said."""
     paths = {id(module): path for path, module in model.named_modules()}
-    where, line, frame = "", "", error.__traceback__
-    while frame is not None:
-        code = frame.tb_frame.f_code
-        owner = frame.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and paths.get(id(owner)):
-            where = f"{paths[id(owner)]} ({type(owner).__name__})"
-        if "/torch/" not in code.co_filename and not code.co_filename.endswith(("capture.py", "<string>")):
-            text = linecache.getline(code.co_filename, frame.tb_lineno).strip()
-            line = f"{code.co_filename}:{frame.tb_lineno}: {text}"
-        frame = frame.tb_next
+    where, line = "", ""
+    for frame, number in _frames(error):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in paths:
+            where = f"{paths[id(owner)] or 'model'} ({type(owner).__name__})"
+        if not is_library(frame.f_code.co_filename):
+            text = linecache.getline(frame.f_code.co_filename, number).strip()
+            line = f" at {frame.f_code.co_filename}:{number}: {text}"
     reason = next((part.strip() for part in str(error).splitlines() if part.strip()), type(error).__name__)
-    if not line:
-        line = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    if "data-dependent" in reason or "item" in reason.lower():
+        reason = f"Python needs the value of a tensor (operator aten.item): {reason}"
     return CaptureError(
-        f"the model cannot be exported: {reason}",
-        rule="torch.export traces the model with a symbolic batch size, at " + line,
+        f"{what}{line}: {reason}",
+        rule="PyTorch runs the model, and exports it with a symbolic batch size and without values",
         fix="use torch.cond for branches on values, avoid .item() and Python loops over the batch, "
         "or capture with backend='eager'",
         who=where or type(model).__name__,
     )
 
 
-def _functional(
-    exported: torch.export.ExportedProgram, schema: Schema, initial: dict[str, Tensor]
-) -> tuple[fx.GraphModule, Schema, dict[str, Tensor]]:
-    """The exported graph, its placeholders renamed to schema names; lifted constants join as frozen."""
-    signature = exported.graph_signature
-    targets = {
-        **signature.inputs_to_parameters,
-        **signature.inputs_to_buffers,
-        **signature.inputs_to_lifted_tensor_constants,
-    }
-    known = {entry.name for entry in schema}
-    aliases = _aliases(exported, known)
-    entries = list(schema.entries)
-    initial = dict(initial)
-    module = exported.graph_module
-    for node in module.graph.nodes:
-        if node.op != "placeholder" or node.name not in targets:
-            continue
-        target = targets[node.name]
-        name = target.removeprefix("model.")
-        name = aliases.get(name, name)
-        if name not in known:
-            constant = exported.constants.get(target, exported.state_dict.get(target))
-            if not isinstance(constant, Tensor):
-                raise CaptureError(f"graph input {target!r} has no value", rule="all inputs are tensors")
-            entries.append(Entry(name, Role.FROZEN, tuple(constant.shape), constant.dtype))
-            initial[name] = constant.detach().clone()
-            known.add(name)
-        node.meta["mycelia_name"] = name
-    # outputs: buffer updates first, then what forward returned
-    mutated = {
-        spec.arg.name: (spec.target or "").removeprefix("model.")
-        for spec in signature.output_specs
-        if spec.kind.name == "BUFFER_MUTATION"
-    }
-    module.meta["mycelia_mutated"] = mutated
-    return module, Schema(tuple(entries)), initial
-
-
-def _aliases(exported: torch.export.ExportedProgram, known: set[str]) -> dict[str, str]:
-    """Second names of tied tensors, by storage."""
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for target, tensor in exported.state_dict.items():
-        name = target.removeprefix("model.")
-        if not isinstance(tensor, Tensor) or tensor.numel() == 0:
-            continue
-        if name in known:
-            first.setdefault(tensor.data_ptr(), name)
-    for target, tensor in exported.state_dict.items():
-        name = target.removeprefix("model.")
-        if name not in known and isinstance(tensor, Tensor) and tensor.data_ptr() in first:
-            aliases[name] = first[tensor.data_ptr()]
-    return aliases
-
-
-def _with_placeholders(module: fx.GraphModule, schema: Schema) -> fx.GraphModule:
-    """The graph with one placeholder per schema tensor, then inputs, targets and seed, in that order."""
-    old = module.graph
-    graph = fx.Graph()
-    order = [
-        *schema.of(Role.PARAMETER),
-        *schema.of(Role.BUFFER, Role.COUNTER),
-        *schema.of(Role.FROZEN),
-    ]
-    holders = {entry.name: graph.placeholder(f"t{number}") for number, entry in enumerate(order)}
-    users = [node for node in old.nodes if node.op == "placeholder" and "mycelia_name" not in node.meta]
-    inputs = [graph.placeholder(name) for name in ("inputs", "targets")]
-    seed = graph.placeholder("seed")
-    mapping: dict[fx.Node, fx.Node] = dict(zip(users, inputs, strict=False))
-    for node in old.nodes:
-        if node.op == "placeholder" and "mycelia_name" in node.meta:
-            new = holders[node.meta["mycelia_name"]]
-            new.meta.setdefault("val", node.meta.get("val"))
-            mapping[node] = new
-        elif node in mapping:
-            mapping[node].meta["val"] = node.meta.get("val")
-    result: Any = graph.graph_copy(old, mapping)
-    mutated: dict[str, str] = module.meta["mycelia_mutated"]
-    output = next(node for node in old.nodes if node.op == "output")
-    updates: dict[str, fx.Node] = {}
-    returned: list[fx.Node] = []
-    for old_value, value in zip(output.args[0], result, strict=True):
-        if isinstance(old_value, fx.Node) and old_value.name in mutated and len(updates) < len(mutated):
-            updates[mutated[old_value.name]] = value
-        else:
-            returned.append(value)
-    names = [entry.name for entry in schema.of(Role.BUFFER, Role.COUNTER)]
-    graph.output((*returned, *(updates.get(name, holders[name]) for name in names)))
-    drive_by_seed(graph, seed)
-    graph.eliminate_dead_code()
-    new_module = fx.GraphModule(module, graph)
-    new_module.graph.lint()
-    return new_module
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """The frames of an error from outside in, those of its causes after its own."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+    if error.__cause__ is not None:
+        yield from _frames(error.__cause__)

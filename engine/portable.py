@@ -32,10 +32,12 @@ class PortableGraph:
     Attributes:
         rows: (name, op, target, args, kwargs) in order, with nodes replaced by their positions.
         attributes: by dotted name; graph modules among them are portable graphs.
+        outputs: the structure of what the model returns, see `structure`.
     """
 
     rows: tuple[tuple[str, str, Any, Any, Any], ...]
     attributes: tuple[tuple[str, Any], ...]
+    outputs: Any
 
     @classmethod
     def of(cls, module: fx.GraphModule) -> PortableGraph:
@@ -55,7 +57,8 @@ class PortableGraph:
         )
         names = sorted({str(node.target) for node in module.graph.nodes if node.op == "get_attr"})
         found = [(name, _attribute(module, name)) for name in names]
-        return cls(rows, tuple((n, cls.of(v) if isinstance(v, fx.GraphModule) else v) for n, v in found))
+        attributes = tuple((n, cls.of(v) if isinstance(v, fx.GraphModule) else v) for n, v in found)
+        return cls(rows, attributes, module.meta.get("outputs"))
 
     def build(self) -> fx.GraphModule:
         """The graph module again; without what tracing knew of shapes and source lines."""
@@ -73,7 +76,9 @@ class PortableGraph:
         for name, op, target, args, kwargs in self.rows:
             found = _operator(target.name) if isinstance(target, _Operator) else target
             made.append(graph.create_node(op, found, _filled(args, made), _filled(kwargs, made), name))
-        return fx.GraphModule(root, graph)
+        module = fx.GraphModule(root, graph)
+        module.meta["outputs"] = self.outputs
+        return module
 
 
 def _filled(value: Any, made: list[fx.Node]) -> Any:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor, fx, nn
 
+from mycelia.engine import archive, structure
 from mycelia.engine.errors import CaptureError, ConfigError
+from mycelia.engine.graph import Pass
 from mycelia.engine.portable import PortableGraph
 from mycelia.engine.schema import Role, Schema
 from mycelia.engine.types import Tensors
 
-__all__ = ["Forward", "Program"]
+__all__ = ["Forward", "Graphs", "Program"]
 
 
 class Forward(NamedTuple):
@@ -32,7 +36,32 @@ class Forward(NamedTuple):
     buffers: Tensors
 
 
-Call = Callable[[Tensors, Tensors, Tensors, Tensor, Tensor, Tensor], Forward]
+class Graphs(NamedTuple):
+    """The FX graphs behind a Program's two modes.
+
+    Arguments of each: parameters, buffers and counters, frozen tensors (schema order within each group),
+    inputs, targets, seed, and `first` (default 0). Results: losses, the tensors of the outputs, then
+    buffers and counters after the pass.
+    """
+
+    training: fx.GraphModule
+    evaluation: fx.GraphModule
+
+
+class Call(Protocol):
+    """A forward pass: (params, buffers, frozen, inputs, targets, seed, first)."""
+
+    def __call__(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        frozen: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        seed: Tensor,
+        first: int | Tensor = 0,
+        /,
+    ) -> Forward: ...
 
 
 @dataclass(frozen=True)
@@ -44,10 +73,12 @@ class Program:
     Attributes:
         schema: names, roles, shapes and dtypes of all tensors.
         initial: the tensors' values at capture, by name.
-        training: the forward pass in training mode: (params, buffers, frozen, inputs, targets, seed).
+        training: the forward pass in training mode.
         evaluation: the same in evaluation mode.
+        predictor: outputs in evaluation mode: (params, buffers, frozen, inputs).
         backend: "export" (a graph) or "eager" (the module as it is).
-        graphs: the FX graphs behind the two modes, None for the eager backend.
+        graphs: the graphs behind the two modes, None for the eager backend.
+        example: inputs and targets as at capture.
         note: what transforms were applied, in order.
     """
 
@@ -57,9 +88,30 @@ class Program:
     evaluation: Call = field(repr=False)
     predictor: Callable[[Tensors, Tensors, Tensors, Tensor], Any] = field(repr=False)
     backend: str = "export"
-    graphs: tuple[fx.GraphModule, fx.GraphModule] | None = field(default=None, repr=False)
+    graphs: Graphs | None = field(default=None, repr=False)
     example: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     note: tuple[str, ...] = ()
+
+    @classmethod
+    def of_graphs(
+        cls,
+        schema: Schema,
+        initial: Mapping[str, Tensor],
+        graphs: Graphs,
+        example: tuple[Tensor, Tensor] | None,
+        note: tuple[str, ...] = (),
+    ) -> Program:
+        """The Program that two graphs stand for."""
+        return cls(
+            schema,
+            initial,
+            call_of_graph(graphs.training, schema),
+            call_of_graph(graphs.evaluation, schema),
+            _predictor(graphs.evaluation, schema),
+            graphs=graphs,
+            example=example,
+            note=note,
+        )
 
     def init(self) -> tuple[Tensors, Tensors]:
         """Fresh copies of the captured parameters and of the buffers (float buffers and counters)."""
@@ -68,17 +120,9 @@ class Program:
         return params, buffers
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Travel to a spawned process; the graphs are those of the calls, so they go once."""
-        return _arrived_program, (
-            self.schema,
-            dict(self.initial),
-            self.training,
-            self.evaluation,
-            self.predictor,
-            self.backend,
-            self.graphs is not None,
-            self.note,
-        )
+        """Travel to a spawned process; the example stays behind."""
+        parts = (self.schema, dict(self.initial), self.training, self.evaluation, self.predictor)
+        return _arrived_program, (*parts, self.backend, self.graphs is not None, self.note)
 
     @cached_property
     def frozen(self) -> Tensors:
@@ -93,6 +137,7 @@ class Program:
         targets: Tensor,
         *,
         seed: int | Tensor = 0,
+        first: int | Tensor = 0,
         training: bool = True,
     ) -> Forward:
         """One forward pass.
@@ -102,16 +147,18 @@ class Program:
             buffers: float buffers and counters by name; not changed.
             inputs: model input, [B, ...].
             targets: what the loss compares with, [B, ...].
-            seed: drives dropout and other randomness; the same seed gives the same pass.
+            seed: drives dropout and other randomness, in [0, 2**63); the same seed gives the same pass.
+            first: number of the first example here within the batch that the seed stands for, so that a
+                batch cut in parts draws what the whole would.
             training: training mode, or evaluation mode.
         """
         call = self.training if training else self.evaluation
         seed = seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64)
-        return call(params, buffers, self.frozen, inputs, targets, seed)
+        return call(params, buffers, self.frozen, inputs, targets, seed, first)
 
     def losses(
         self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, Tensor], *, seed: int | Tensor = 0
-    ) -> Tensor:
+    ) -> Float[Tensor, " batch"]:
         """One loss per example, shape [B], in training mode."""
         return self.forward(params, buffers, *batch, seed=seed).losses
 
@@ -124,7 +171,7 @@ class Program:
         """Number of trainable scalars."""
         return sum(entry.numel for entry in self.schema.of(Role.PARAMETER))
 
-    def flatten(self, params: Tensors) -> Tensor:
+    def flatten(self, params: Tensors) -> Shaped[Tensor, " d"]:
         """All parameters as one vector [d] in schema order; zero-copy for views made by `unflatten`."""
         entries = self.schema.of(Role.PARAMETER)
         if not entries:
@@ -144,7 +191,7 @@ class Program:
             offset += entry.numel
         return first.as_strided((self.dimension,), (1,), first.storage_offset())
 
-    def unflatten(self, vector: Tensor) -> Tensors:
+    def unflatten(self, vector: Shaped[Tensor, " d"]) -> Tensors:
         """The inverse of `flatten`: views into `vector` [d] where the dtype is that of the schema."""
         if vector.shape != (self.dimension,):
             raise ConfigError(
@@ -159,11 +206,17 @@ class Program:
         return params
 
     def with_calls(self, training: Call, evaluation: Call, note: str) -> Program:
-        """A new Program with other forward passes and one more note."""
+        """A new Program with other forward passes and one more note; the graphs stay those of the old."""
         return replace(self, training=training, evaluation=evaluation, note=(*self.note, note))
 
+    def rewrite(self, change: Pass) -> Program:
+        """A new Program with both graphs rewritten and the pass's name as one more note."""
+        self.graph(change.name)
+        graphs = Graphs(*(change(graph) for graph in self.graphs or ()))
+        return self.of_graphs(self.schema, self.initial, graphs, self.example, (*self.note, change.name))
+
     def graph(self, what: str) -> fx.GraphModule:
-        """The training graph, for transforms that need one.
+        """The training graph, for the transform `what`, which needs one.
 
         Raises:
             CaptureError: the Program runs the module as it is.
@@ -175,7 +228,37 @@ class Program:
                 fix="capture with backend='export'",
                 who=what,
             )
-        return self.graphs[0]
+        return self.graphs.training
+
+    def save(self, path: Path | str) -> None:
+        """Write the Program into a new folder: graphs (.pt2), tensors (safetensors) and program.json.
+
+        Raises:
+            CaptureError: the Program has no graph, or runs something else than its graphs.
+            ConfigError: the folder exists and is not empty.
+        """
+        self.graph("save")
+        if self.graphs is None or getattr(self.training, "graph", None) is not self.graphs.training:
+            raise CaptureError(
+                f"a Program with {', '.join(self.note)} applied does not run its graphs",
+                rule="what is saved is the graphs",
+                fix="save the Program before that transform and apply it again after loading",
+                who="save",
+            )
+        archive.write(Path(path), self.schema, self.initial, self.graphs, self.example, self.note)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Program:
+        """The Program in a folder that `save` wrote; its `example` is zeros of the shapes at capture.
+
+        A graph file is code: load only what you would also run. Tensors and JSON are plain data, graphs
+        are refused unless they are free of pickled objects and call nothing but PyTorch operators.
+
+        Raises:
+            DataError: a file is missing, changed, of another version, or holds what is refused.
+        """
+        schema, initial, training, evaluation, example, note = archive.read(Path(path))
+        return cls.of_graphs(schema, initial, Graphs(training, evaluation), example, note)
 
 
 def _arrived_program(
@@ -190,90 +273,114 @@ def _arrived_program(
 ) -> Program:
     graphs = None
     if graphed and isinstance(training, GraphCall) and isinstance(evaluation, GraphCall):
-        graphs = (training.module, evaluation.module)
+        graphs = Graphs(training.graph, evaluation.graph)
     return Program(schema, initial, training, evaluation, predictor, backend, graphs, None, note)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class GraphCall:
-    """The forward pass of a graph; made by `call_of_graph`, and fit to travel to a spawned process."""
+    """The forward pass of a graph whose arguments and results are as `Graphs` says."""
 
-    module: fx.GraphModule
+    graph: fx.GraphModule
     params: tuple[str, ...]
     buffers: tuple[str, ...]
     frozen: tuple[str, ...]
 
     def __call__(
-        self, p: Tensors, b: Tensors, f: Tensors, inputs: Tensor, targets: Tensor, seed: Tensor
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        frozen: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        seed: Tensor,
+        first: int | Tensor = 0,
+        /,
     ) -> Forward:
-        """Losses, outputs and new buffers."""
-        values = [*(p[n] for n in self.params), *(b[n] for n in self.buffers), *(f[n] for n in self.frozen)]
-        losses, outputs, *updates = self.module(*values, inputs, targets, seed)
-        return Forward(losses, outputs, dict(zip(self.buffers, updates, strict=True)))
+        """One pass."""
+        values = [
+            *(params[name] for name in self.params),
+            *(buffers[name] for name in self.buffers),
+            *(frozen[name] for name in self.frozen),
+        ]
+        # forward, not __call__: the latter prints the graph on an error, and has no hooks to run
+        losses, *rest = self.graph.forward(*values, inputs, targets, seed, first)
+        count = len(rest) - len(self.buffers)
+        outputs = structure.unflatten(self.graph.meta["outputs"], rest[:count])
+        return Forward(losses, outputs, dict(zip(self.buffers, rest[count:], strict=True)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Travel as a portable graph."""
-        return _arrived, (GraphCall, PortableGraph.of(self.module), self.params, self.buffers, self.frozen)
+        """Travel to a spawned process as a portable graph."""
+        return _arrived_call, (PortableGraph.of(self.graph), self.params, self.buffers, self.frozen)
 
 
-@dataclass(frozen=True, eq=False)
+def _arrived_call(graph: PortableGraph, *names: tuple[str, ...]) -> GraphCall:
+    return GraphCall(graph.build(), *names)
+
+
+@dataclass(frozen=True)
 class GraphPredictor:
-    """The outputs of an evaluation graph without its loss."""
+    """The outputs of a graph without the loss."""
 
-    module: fx.GraphModule
-    params: tuple[str, ...]
-    buffers: tuple[str, ...]
-    frozen: tuple[str, ...]
+    call: GraphCall
 
-    def __call__(self, p: Tensors, b: Tensors, f: Tensors, inputs: Tensor) -> Any:
-        """What the model returns."""
-        values = [*(p[n] for n in self.params), *(b[n] for n in self.buffers), *(f[n] for n in self.frozen)]
-        return self.module(*values, inputs, None, None)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Travel as a portable graph."""
-        graph = PortableGraph.of(self.module)
-        return _arrived, (GraphPredictor, graph, self.params, self.buffers, self.frozen)
+    def __call__(self, params: Tensors, buffers: Tensors, frozen: Tensors, inputs: Tensor) -> Any:
+        """What the model returns for these inputs."""
+        unused: Any = None
+        return self.call(params, buffers, frozen, inputs, unused, unused).outputs
 
 
-def _arrived(
-    kind: type[GraphCall] | type[GraphPredictor], graph: PortableGraph, *names: tuple[str, ...]
-) -> GraphCall | GraphPredictor:
-    return kind(graph.build(), *names)
-
-
-def call_of_graph(module: fx.GraphModule, schema: Schema) -> Call:
-    """The forward pass of a graph whose placeholders are the schema's tensors, inputs, targets, seed."""
-    return GraphCall(module, *_names(schema))
-
-
-def predictor_of_graph(module: fx.GraphModule, schema: Schema) -> GraphPredictor:
-    """The predictor of a graph with the same placeholders that returns the outputs alone."""
-    return GraphPredictor(module, *_names(schema))
-
-
-def _names(schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    params, buffers, frozen = (
-        tuple(entry.name for entry in schema.of(*roles))
-        for roles in ((Role.PARAMETER,), (Role.BUFFER, Role.COUNTER), (Role.FROZEN,))
+def call_of_graph(module: fx.GraphModule, schema: Schema) -> GraphCall:
+    """The forward pass of a graph, see `Graphs`."""
+    return GraphCall(
+        module,
+        tuple(e.name for e in schema.of(Role.PARAMETER)),
+        tuple(e.name for e in schema.of(Role.BUFFER, Role.COUNTER)),
+        tuple(e.name for e in schema.of(Role.FROZEN)),
     )
-    return params, buffers, frozen
 
 
-def call_of_module(module: nn.Module, loss: Callable[[Any, Tensor], Tensor], training: bool) -> Call:
+def _predictor(evaluation: fx.GraphModule, schema: Schema) -> GraphPredictor:
+    """The evaluation graph without the loss."""
+
+    def no_loss(graph: fx.Graph) -> None:
+        node = graph.output_node()
+        results = node.args[0]
+        if isinstance(results, (tuple, list)):
+            node.args = ((None, *results[1:]),)
+
+    return GraphPredictor(call_of_graph(Pass("predict", no_loss)(evaluation), schema))
+
+
+def call_of_module(module: nn.Module, loss: Callable[[Any, Tensor], Tensor]) -> Call:
     """The forward pass of a module as it is; randomness is seeded on PyTorch's own generator."""
 
-    def call(p: Tensors, b: Tensors, f: Tensors, inputs: Tensor, targets: Tensor, seed: Tensor) -> Forward:
-        own = {name: tensor.clone() for name, tensor in b.items()}
+    def call(
+        p: Tensors,
+        b: Tensors,
+        f: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        seed: Tensor,
+        first: int | Tensor = 0,
+        /,
+    ) -> Forward:
+        tensors = {**p, **{name: tensor.clone() for name, tensor in b.items()}, **f}
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(seed))
-            was = module.training
-            module.train(training)
-            try:
-                outputs = torch.func.functional_call(module, {**p, **own, **f}, (inputs,))
-                losses = loss(outputs, targets)
-            finally:
-                module.train(was)
-        return Forward(losses, outputs, own)
+            torch.manual_seed((int(seed) + 0x9E3779B97F4A7C15 * int(first)) % 2**63)
+            # a buffer that the module replaces comes back in the dictionary, one changed in place does too
+            outputs = torch.func.functional_call(module, tensors, (inputs,))
+            losses = loss(outputs, targets)
+        return Forward(losses, outputs, {name: tensors[name].detach() for name in b})
 
     return call
+
+
+def predictor_of_module(module: nn.Module) -> Callable[[Tensors, Tensors, Tensors, Tensor], Any]:
+    """Outputs of a module in evaluation mode, as it is."""
+
+    def predict(p: Tensors, b: Tensors, f: Tensors, inputs: Tensor) -> Any:
+        own = {name: tensor.clone() for name, tensor in b.items()}
+        return torch.func.functional_call(module, {**p, **own, **f}, (inputs,))
+
+    return predict

@@ -77,7 +77,8 @@ def mlp() -> nn.Module:
 
 def lenet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 4, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(1, 4, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(4, 8, 3), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4),
     )  # fmt: skip
 
@@ -120,7 +121,8 @@ def depthwise() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True),
         nn.Conv2d(8, 8, 3, 2, 1, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True),
-        nn.Conv2d(8, 4, 1, bias=False), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4),
+        nn.Conv2d(8, 4, 1, bias=False), nn.BatchNorm2d(4),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4),
     )  # fmt: skip
 
 
@@ -203,8 +205,8 @@ def lora() -> nn.Module:
 
 def conv1d() -> nn.Module:
     return nn.Sequential(
-        nn.Conv1d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.SiLU(), nn.AvgPool1d(2), nn.Conv1d(6, 4, 3, dilation=2),
-        nn.AdaptiveAvgPool1d(1), nn.Flatten(),
+        nn.Conv1d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.SiLU(), nn.AvgPool1d(2),
+        nn.Conv1d(6, 4, 3, dilation=2), nn.AdaptiveAvgPool1d(1), nn.Flatten(),
     )  # fmt: skip
 
 
@@ -261,7 +263,7 @@ def cube(x: Tensor) -> Tensor:
     return x**3
 
 
-cube.register_fake(lambda x: torch.empty_like(x))
+cube.register_fake(torch.empty_like)
 cube.register_autograd(
     lambda ctx, grad: grad * 3 * ctx.saved_tensors[0] ** 2,
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),

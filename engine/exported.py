@@ -1,0 +1,173 @@
+"""Between `torch.export`'s form and the graph of a Program.
+
+Export names a placeholder for every parameter, buffer and constant. A Program's graph has one placeholder
+per schema tensor in a fixed order, then `inputs`, `targets`, `seed` and `first`; constants are attributes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from mycelia.engine.errors import CaptureError
+from mycelia.engine.graph import Writer, fake_mode, rebuild, value_of
+from mycelia.engine.schema import Role, Schema
+
+__all__ = ["TAIL", "from_graph", "order", "to_graph"]
+
+aten = torch.ops.aten
+
+TAIL = ("inputs", "targets", "seed", "first")
+"""What follows the schema's tensors in the arguments of a graph."""
+
+Results = Callable[[Sequence[Any], Mapping[str, fx.Node]], Sequence[Any]]
+
+
+def order(schema: Schema) -> list[str]:
+    """Names of the schema's tensors in the order of a graph's arguments."""
+    groups = ((Role.PARAMETER,), (Role.BUFFER, Role.COUNTER), (Role.FROZEN,))
+    return [entry.name for group in groups for entry in schema.of(*group)]
+
+
+def to_graph(
+    exported: ExportedProgram,
+    names: Mapping[str, str],
+    schema: Schema,
+    initial: Mapping[str, Tensor],
+    results: Results,
+) -> fx.GraphModule:
+    """The graph of an exported program.
+
+    Args:
+        exported: functional, as `run_decompositions({})` leaves it.
+        names: what each placeholder stands for, by its name: a schema tensor or one of `TAIL`. The others
+            are constants.
+        schema: the tensors of the model.
+        initial: their values, for those that this graph does not use.
+        results: from the values that `exported` returns and the new placeholders, what the graph returns.
+
+    Raises:
+        CaptureError: a constant that is no tensor, or one that is trained.
+    """
+    old = exported.graph
+    graph = fx.Graph()
+    holders: dict[str, fx.Node] = {}
+    for number, name in enumerate(order(schema)):
+        holders[name] = graph.placeholder(f"t{number}_{name.replace('.', '_')}")
+    for name in TAIL[:-1]:
+        holders[name] = graph.placeholder(name)
+    holders["first"] = graph.placeholder("first", default_value=0)
+    root = nn.Module()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in old.find_nodes(op="placeholder"):
+        name = names.get(node.name)
+        mapping[node] = _constant(graph, root, exported, node) if name is None else holders[name]
+        mapping[node].meta["val"] = node.meta["val"]
+    _fill_values(graph, holders, initial)
+    for node in old.find_nodes(op="get_attr"):  # the branches of control-flow operators
+        setattr(root, node.target, getattr(exported.graph_module, node.target))
+    graph.output(tuple(results(graph.graph_copy(old, mapping), holders)))
+    _tidy(graph, holders["inputs"], holders["targets"])
+    return rebuild(root, graph)
+
+
+def _constant(graph: fx.Graph, root: nn.Module, exported: ExportedProgram, node: fx.Node) -> fx.Node:
+    """A tensor that is part of the code rather than of the model, e.g. a loss's class weights."""
+    signature = exported.graph_signature
+    tables = (
+        signature.inputs_to_parameters,
+        signature.inputs_to_buffers,
+        signature.inputs_to_lifted_tensor_constants,
+    )
+    target = next((table[node.name] for table in tables if node.name in table), node.name)
+    value = exported.constants.get(target, exported.state_dict.get(target))
+    if not isinstance(value, Tensor):
+        raise CaptureError(
+            f"graph input {target!r} is a {type(value).__name__}",
+            rule="a Program is a function of tensors",
+            fix="remove the custom object from the model, or capture with backend='eager'",
+            who=target,
+        )
+    if value.requires_grad:
+        raise CaptureError(
+            f"the trainable tensor {target!r} is not a parameter of the model",
+            rule="what is trained belongs to the model",
+            fix="register it as nn.Parameter, or detach it",
+            who=target,
+        )
+    name = f"constant_{len(list(root.buffers()))}"
+    root.register_buffer(name, value.detach().clone())
+    return graph.get_attr(name)
+
+
+def _fill_values(graph: fx.Graph, holders: Mapping[str, fx.Node], initial: Mapping[str, Tensor]) -> None:
+    mode = fake_mode(graph)
+    for name, holder in holders.items():
+        if "val" not in holder.meta:
+            value = initial.get(name, torch.zeros((), dtype=torch.int64))
+            holder.meta["val"] = mode.from_tensor(value, static_shapes=True)
+
+
+def _tidy(graph: fx.Graph, inputs: fx.Node, targets: fx.Node) -> None:
+    """Small repairs of what export gives."""
+    for node in list(graph.nodes):
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # the caller's batch may have other strides than the example
+        elif node.target is aten.sym_size.int and node.args == (targets, 0):
+            node.args = (inputs, 0)  # prediction has no targets
+        elif node.target is aten.cross_entropy_loss.default:
+            node.meta["val"] = value_of(node, fake_mode(graph))  # torch 2.13 records a 0-d value for "none"
+        elif node.target is aten.copy.default:
+            _assign(graph, node)
+
+
+def _assign(graph: fx.Graph, node: fx.Node) -> None:
+    """`copy(old, new)` as `new` in the shape and dtype of `old`: the operator itself has no derivative."""
+    old, new = node.args[:2]
+    if not isinstance(old, fx.Node) or not isinstance(new, fx.Node):
+        return
+    with graph.inserting_before(node):
+        write = Writer(graph, node)
+        if new.meta["val"].dtype != old.meta["val"].dtype:
+            new = write(aten._to_copy.default, new, dtype=old.meta["val"].dtype)
+        if [str(size) for size in new.meta["val"].shape] != [str(size) for size in old.meta["val"].shape]:
+            new = write(aten.expand_as.default, new, old)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+class _Run(nn.Module):
+    """Runs a graph node by node, so that export keeps each node's source line."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, *args: Tensor) -> Any:
+        with fx.traceback.preserve_node_meta():
+            return fx.Interpreter(self.graph).run(*args)
+
+
+def from_graph(
+    graph: fx.GraphModule, schema: Schema, initial: Mapping[str, Tensor], example: tuple[Tensor, Tensor]
+) -> ExportedProgram:
+    """The exported program of a graph, without example inputs."""
+    # a tensor given twice would become one argument
+    last = (torch.zeros((), dtype=torch.int64) for _ in range(2))
+    args = (*(initial[name].detach() for name in order(schema)), *(part.clone() for part in example), *last)
+    held = graph.graph.find_nodes(op="placeholder")
+    batch = torch.export.Dim("batch")
+    shapes = tuple(
+        {0: batch} if node.name in TAIL[:2] and isinstance(node.meta["val"].shape[0], torch.SymInt) else None
+        for node in held
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(_Run(graph), args, dynamic_shapes=(shapes,), strict=False)
+    exported.example_inputs = None  # they would be written as a pickle, and are somebody's data
+    return exported
