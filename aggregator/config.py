@@ -89,7 +89,8 @@ class FederationConfig(Strict):
     cohort: Annotated[int, Field(ge=1)] = 10
     """Clients per round; the expected number under Poisson."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    plan: Literal["default", "eager", "tune"] = "default"
+    plan: Literal["default", "tune", "eager", "interpreter", "inductor"] = "default"
+    """How local steps run; see `engine/transforms/compile.py`."""
     local: LocalConfig = LocalConfig()
     round: RoundConfig = RoundConfig()
     update: UpdateConfig = UpdateConfig()

@@ -90,7 +90,8 @@ def _run(go: Callable[[Listener], SimulationResult], form: Format) -> int:
         with show_progress() as progress:
             result = go(progress)
     except KeyboardInterrupt as stop:
-        note(f"interrupted; go on with: mycelia simulate --resume {stop}")
+        hint = f"go on with: mycelia simulate --resume {stop}" if str(stop) else "nothing had run yet"
+        note(f"interrupted; {hint}")
         return INTERRUPTED
     report = build_report(Run.open(Path(result.run_dir)))
     if form is Format.json:

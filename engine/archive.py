@@ -153,7 +153,9 @@ def _json(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}/program.json: {wrong[0]!r} is missing or of another type", who="load")
     if set(content["sha256"]) != set(_FILES):
         raise DataError(
-            f"{path}/program.json: hashes of {sorted(content['sha256'])}", rule=f"those of {_FILES}"
+            f"{path}/program.json: hashes of {sorted(content['sha256'])}",
+            rule=f"those of {', '.join(_FILES)}",
+            who="load",
         )
     return content
 

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Memory", "code_version", "describe", "memory"]
+__all__ = ["Memory", "code_version", "describe", "memory", "resident"]
 
 _LIBRARIES = ("mycelia", "torch", "numpy", "scipy", "scikit-learn", "safetensors", "pyarrow")
 
@@ -67,11 +67,16 @@ def memory() -> Memory:
         return Memory(0, 0)
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return Memory(resident("self"), peak)
+
+
+def resident(process: int | str) -> int:
+    """Resident memory of a process in bytes, 0 where the system does not say."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
-        return Memory(0, peak)
-    return Memory(pages * os.sysconf("SC_PAGE_SIZE"), peak)
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _versions() -> dict[str, str]:

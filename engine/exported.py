@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from mycelia.engine.errors import CaptureError
-from mycelia.engine.graph import Writer, fake_mode, rebuild, value_of
+from mycelia.engine.graph import Writer, fake_mode, rebuild, source_line, value_of
 from mycelia.engine.schema import Role, Schema
 
 __all__ = ["TAIL", "from_graph", "order", "to_graph"]
@@ -65,13 +65,14 @@ def to_graph(
     root = nn.Module()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in old.find_nodes(op="placeholder"):
-        name = names.get(node.name)
-        mapping[node] = _constant(graph, root, exported, node) if name is None else holders[name]
+        known = names.get(node.name)
+        mapping[node] = _constant(graph, root, exported, node) if known is None else holders[known]
         mapping[node].meta["val"] = node.meta["val"]
     _fill_values(graph, holders, initial)
     for node in old.find_nodes(op="get_attr"):  # the branches of control-flow operators
         setattr(root, node.target, getattr(exported.graph_module, node.target))
-    graph.output(tuple(results(graph.graph_copy(old, mapping), holders)))
+    values: Any = graph.graph_copy(old, mapping)
+    graph.output(tuple(results(values, holders)))
     _tidy(graph, holders["inputs"], holders["targets"])
     return rebuild(root, graph)
 
@@ -124,6 +125,13 @@ def _tidy(graph: fx.Graph, inputs: fx.Node, targets: fx.Node) -> None:
             node.meta["val"] = value_of(node, fake_mode(graph))  # torch 2.13 records a 0-d value for "none"
         elif node.target is aten.copy.default:
             _assign(graph, node)
+        elif node.target is aten.instance_norm.default and node.args[3] is not None:
+            raise CaptureError(
+                "InstanceNorm keeps running statistics",
+                rule="the operator changes them behind export's back, and a Program is pure",
+                fix="use track_running_stats=False, or capture with backend='eager'",
+                who=source_line(node),
+            )
 
 
 def _assign(graph: fx.Graph, node: fx.Node) -> None:

@@ -68,6 +68,9 @@ def rebuild(module: fx.GraphModule | torch.nn.Module, graph: fx.Graph) -> fx.Gra
     return new
 
 
+_ORIGIN: tuple[str, ...] = ("stack_trace", "nn_module_stack")
+
+
 class Writer:
     """Writes calls into a graph, each with its value on fake tensors, as export does.
 
@@ -78,9 +81,7 @@ class Writer:
 
     def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
         self.graph = graph
-        self._meta = {
-            key: origin.meta[key] for key in ("stack_trace", "nn_module_stack") if key in origin.meta
-        }
+        self._meta: dict[str, Any] = {key: origin.meta[key] for key in _ORIGIN if key in origin.meta}
         self._mode = fake_mode(graph)
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -99,7 +100,8 @@ class Writer:
 
 def value_of(node: fx.Node, mode: Any) -> Any:
     """The value of a call on the fake tensors of its arguments."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    call: Any = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    args, kwargs = call
     if node.target is torch.ops.aten.sym_size.int:
         return args[0].shape[args[1]]
     with mode, torch.no_grad():

@@ -220,6 +220,7 @@ def _recurrent(
 ) -> tuple[Any, ...]:  # fmt: skip
     """A stacked RNN as one call per layer, with dropout between."""
     op = draw.op
+    target: Any = draw.node.target
     states = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
     directions, per_layer = (2 if both else 1), len(weights) // layers
     finals: list[list[Any]] = [[] for _ in states]
@@ -229,7 +230,7 @@ def _recurrent(
         own = list(weights[layer * per_layer : (layer + 1) * per_layer])
         begin = start if isinstance(hidden, (list, tuple)) else start[0]
         like = _recurrent_values(draw.node, directions, len(states))
-        out = op.known(like, draw.node.target, value, begin, own, biases, 1, 0.0, train, both, batch_first)
+        out = op.known(like, target, value, begin, own, biases, 1, 0.0, train, both, batch_first)
         value = op(operator.getitem, out, 0)
         for number, final in enumerate(finals):
             final.append(op(operator.getitem, out, number + 1))
@@ -369,14 +370,15 @@ def is_random(node: fx.Node) -> bool:
     """Whether a node draws from PyTorch's own generator."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
+    args: Any = node.args
     if node.target is aten.scaled_dot_product_attention.default:
-        return len(node.args) > 4 and node.args[4] != 0.0
+        return len(args) > 4 and bool(args[4] != 0.0)
     if node.target is aten.rrelu.default:
-        return len(node.args) > 3 and bool(node.args[3])
+        return len(args) > 3 and bool(args[3])
     if node.target in _RECURRENT:
         at = _RECURRENT[node.target]
-        layers, p, train = node.args[at : at + 3]
-        return bool(train) and p != 0.0 and layers != 1
+        layers, p, train = args[at : at + 3]
+        return bool(train and p != 0.0 and layers != 1)
     return torch.Tag.nondeterministic_seeded in node.target.tags
 
 
@@ -431,7 +433,8 @@ def _replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
     if isinstance(new, tuple):
         for user in list(node.users):
             if is_getitem(user):
-                user.replace_all_uses_with(new[user.args[1]])
+                index: Any = user.args[1]
+                user.replace_all_uses_with(new[index])
                 graph.erase_node(user)
     else:
         node.replace_all_uses_with(new)

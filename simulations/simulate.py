@@ -45,7 +45,7 @@ from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.federation import Federation, RoundReport, Straggler
 from mycelia.simulations.partition import Partition
 from mycelia.simulations.recipe import Recipe
-from mycelia.simulations.scenario import Scenario
+from mycelia.simulations.scenario import Scenario, load_scenario
 
 __all__ = ["SimulationResult", "resume", "simulate"]
 
@@ -107,12 +107,15 @@ class SimulationResult:
 
 
 def simulate(
-    scenario: Scenario, *, out: Path | None = None, listeners: Sequence[Listener] = ()
+    scenario: Scenario | Mapping[str, Any] | str,
+    *,
+    out: Path | None = None,
+    listeners: Sequence[Listener] = (),
 ) -> SimulationResult:
     """Run a scenario from its start.
 
     Args:
-        scenario: what to run; see `Scenario` and `load_scenario`.
+        scenario: what to run: a `Scenario`, its settings as a table, or a built-in name or TOML file.
         out: the run folder; None: a new one below `runs/`.
         listeners: called with every event, for progress bars.
 
@@ -123,8 +126,22 @@ def simulate(
 
     With `backend.name = "workers"` the calling script needs the usual `if __name__ == "__main__":` guard.
     """
+    if isinstance(scenario, str):
+        scenario = load_scenario(scenario)
+    elif not isinstance(scenario, Scenario):
+        scenario = load_config(Scenario, dict(scenario), [])
+    existed = out is not None and out.exists()
     with Run.create(out, "simulate", to_toml(scenario), listeners=listeners) as run:
-        return _Simulation(scenario, run).go(None)
+        simulation = _Simulation(scenario, run)
+        try:
+            return simulation.go(None)
+        except (MyceliaError, KeyboardInterrupt):
+            if not simulation.started:  # nothing ran: a folder would only be in the way of the next try
+                run.close()
+                shutil.rmtree(run.path)
+                if existed:
+                    run.path.mkdir()
+            raise
 
 
 def resume(path: Path, *, listeners: Sequence[Listener] = ()) -> SimulationResult:
@@ -160,6 +177,7 @@ class _Simulation:
         self.failed = self.failed_in_a_row = 0
         self.number = 0
         self.plan_name = ""
+        self.started = False
         self.bytes_up = self.bytes_down = 0
 
     def go(self, checkpoint: Checkpoint | None) -> SimulationResult:
@@ -168,10 +186,13 @@ class _Simulation:
         try:
             return self._go(checkpoint)
         except KeyboardInterrupt:
+            if not self.started:
+                raise
             self.run.log(events.RunFinished(status="interrupted"))
             raise KeyboardInterrupt(str(self.run.path)) from None
         except MyceliaError as error:
-            self.run.log(events.RunFinished(status="failed", error=str(error)))
+            if self.started:
+                self.run.log(events.RunFinished(status="failed", error=str(error)))
             raise
         finally:
             torch.set_num_threads(threads)
@@ -211,6 +232,7 @@ class _Simulation:
                 self._save(federation)  # so that even the first round can be interrupted
             else:
                 self._restore(federation, checkpoint)
+            self.started = True
             startup = time.perf_counter() - self.began
             while self.number < scenario.rounds:
                 self._round(federation, backend, sizes)
@@ -354,7 +376,12 @@ class _Simulation:
         if found:
             self.run.log(events.Evaluation(metrics=found, round=self.number))
         self.run.log(
-            events.SystemLoad(memory_bytes=memory().now, peak_memory_bytes=memory().peak, round=self.number)
+            events.SystemLoad(
+                memory_bytes=memory().now,
+                peak_memory_bytes=memory().peak,
+                workers_memory_bytes=backend.memory_bytes(),
+                round=self.number,
+            )
         )
         if report.aborted is None:
             self.failed_in_a_row = 0

@@ -8,6 +8,7 @@ from torch import Tensor
 from mycelia.engine.optimizers import Optimizer, flatten_state, unflatten_state
 from mycelia.engine.program import Program
 from mycelia.engine.step import Step, StepResult
+from mycelia.engine.transforms.value_and_grad import value_and_grad
 from mycelia.engine.types import Tensors
 
 __all__ = ["GRADIENT_NORM", "clip_by_global_norm", "initial_carry", "split_carry", "update_step"]
@@ -50,29 +51,22 @@ def update_step(
         in_place: the same bits, with the optimiser writing over parameters and state; faster where nothing is
             fused, and no longer pure.
     """
+    gradients = value_and_grad(program)
     update = optimizer.update_ if in_place else optimizer.update
 
     def step(
         params: Tensors, carry: Tensors, inputs: Tensor, targets: Tensor, seed: Tensor, extra: Tensors
     ) -> StepResult:
         buffers, state = split_carry(carry)
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-        with torch.enable_grad():
-            forward = program.forward(leaves, buffers, inputs, targets, seed=seed)
-            loss = forward.losses.mean()
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        found = gradients(params, buffers, inputs, targets, seed=seed)
+        grads, new = found.grads, {}
         with torch.no_grad():
-            grads = {
-                name: torch.zeros_like(leaf) if grad is None else grad
-                for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-            }
-            new: Tensors = {}
             if clip_norm:
                 grads, new[GRADIENT_NORM] = clip_by_global_norm(grads, clip_norm)
             moved, state_after = update(grads, unflatten_state(state), params)
-            new |= {_BUFFER + name: tensor.detach() for name, tensor in forward.buffers.items()}
+            new |= {_BUFFER + name: tensor for name, tensor in found.buffers.items()}
             new |= {_STATE + name: tensor for name, tensor in flatten_state(state_after).items()}
-            return StepResult(moved, new, loss.detach())
+            return StepResult(moved, new, found.loss)
 
     return step
 

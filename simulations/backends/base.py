@@ -88,6 +88,10 @@ class Backend(ABC):
             limit: most test examples for one client.
         """
 
+    def memory_bytes(self) -> int:
+        """Resident memory of the worker processes; 0 where there are none."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Free processes and files; calling twice is harmless."""

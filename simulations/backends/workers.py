@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from mycelia.engine.algorithms import Message
+from mycelia.engine.environment import resident
 from mycelia.engine.errors import MyceliaError
 from mycelia.engine.heap import keep_heap
 from mycelia.engine.metrics import Metrics
@@ -157,6 +158,10 @@ class Workers(Backend):
             for result in self._call(("spread", message.round, len(part), limit)):
                 found.update(result)
         return {int(client): found[int(client)] for client in clients}
+
+    def memory_bytes(self) -> int:
+        """Resident memory of the workers; what they share counts once each."""
+        return sum(resident(process.pid) for process in self._processes)
 
     def close(self) -> None:
         """Stop the workers."""

@@ -63,6 +63,20 @@ def test_second_round_in_closed_form() -> None:
     np.testing.assert_allclose(federation.vector, np.mean(ends, axis=0), rtol=0, atol=1e-9)
 
 
+def test_a_client_seen_for_the_first_time_follows_the_servers_control() -> None:
+    """Its own is zero: steps descend h (w - t) + c, and c_i becomes -c + (x - y) / (K lr)."""
+    federation = bowls(Scaffold(), steps=4, lr=0.1)
+    federation.round([0, 1])
+    start, control = federation.vector.copy(), federation.state.extra["control"].numpy().copy()
+    update, own = federation.update(federation.clients[2])
+    moved = BOWLS[2].optimum - control / BOWLS[2].curvature
+    step = BOWLS[2].pull(4, 0.1) * (moved - start)
+    np.testing.assert_allclose(update.terms["params"].values.numpy(), start + step, rtol=0, atol=1e-12)
+    assert own is not None
+    np.testing.assert_allclose(own["control"].numpy(), -control - step / (4 * 0.1), rtol=1e-12)
+    assert update.terms["control"].minus is None
+
+
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_equal_clients_are_fedavg(option: str) -> None:
     alike = [BOWLS[0]] * 3
