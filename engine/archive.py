@@ -12,7 +12,6 @@ import ast
 import json
 import re
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from hashlib import file_digest
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
 
 from mycelia.engine.errors import CaptureError, ConfigError, DataError
-from mycelia.engine.exported import TAIL, from_graph, order, to_graph
+from mycelia.engine.exported import TAIL, from_graph, order, quiet, to_graph
 from mycelia.engine.schema import Entry, Role, Schema
 from mycelia.engine.verify import verify
 
@@ -61,8 +60,7 @@ def write(
         )
         for mode, graph in zip(_MODES, graphs, strict=True):
             exported = from_graph(graph, schema, initial, example)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with quiet():
                 torch.export.save(exported, folder / f"{mode}.pt2")
         content = {
             "format": "mycelia-program",
@@ -112,8 +110,7 @@ def read(path: Path) -> Parts:
 def _graph(path: Path, schema: Schema, initial: dict[str, Tensor], written_by: str) -> fx.GraphModule:
     check_pt2(path)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             exported = torch.export.load(path)
         users = exported.graph_signature.user_inputs
         names = dict(zip(map(str, users), (*order(schema), *TAIL), strict=True))

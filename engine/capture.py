@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import linecache
-import warnings
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -18,7 +17,7 @@ from torch.export.graph_signature import ExportGraphSignature, OutputKind
 
 from mycelia.engine import structure
 from mycelia.engine.errors import CaptureError, ConfigError
-from mycelia.engine.exported import TAIL, order, to_graph
+from mycelia.engine.exported import TAIL, order, quiet, to_graph
 from mycelia.engine.graph import is_library
 from mycelia.engine.program import Graphs, Program, call_of_module, predictor_of_module
 from mycelia.engine.schema import Entry, Role, Schema
@@ -99,13 +98,13 @@ def capture(
             backend="eager",
             example=(inputs, targets),
         )
-    traced = [
+    train, evaluate = (
         _export(copy.deepcopy(model).train(mode), loss, (inputs, targets), dynamic_batch)
         for mode in (True, False)
-    ]
-    training = _lower(traced[0], schema, initial, dynamic_batch)
+    )
+    training = _lower(train, schema, initial, dynamic_batch)
     # most models do the same in both modes
-    evaluation = training if traced[0].same(traced[1]) else _lower(traced[1], schema, initial, dynamic_batch)
+    evaluation = training if train.same(evaluate) else _lower(evaluate, schema, initial, dynamic_batch)
     return Program.of_graphs(schema, initial, Graphs(training, evaluation), (inputs, targets))
 
 
@@ -153,13 +152,19 @@ def _check_loss(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -
         with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(model)):
             losses = loss(model(inputs.clone()), targets.clone())
     except Exception as error:
-        raise _failed("the model or its loss fails on the example", error, model) from error
+        where, line = _place(error, model)
+        raise CaptureError(
+            f"the model or its loss fails on the example{line}: {_reason(error)}",
+            rule="loss(model(inputs), targets) runs",
+            fix="check the shapes and dtypes of the example",
+            who=where,
+        ) from error
     batch = len(inputs)
     if not isinstance(losses, Tensor) or tuple(losses.shape) != (batch,):
-        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         reduced = isinstance(losses, Tensor) and losses.dim() == 0
         raise CaptureError(
-            f"the loss gives {'a single number' if reduced else f'shape {found}'} for {batch} examples",
+            f"the loss gives {'a single number' if reduced else found} for {batch} examples",
             rule="loss(outputs, targets) -> Tensor[B], one loss per example",
             fix='use reduction="none"' + ("" if reduced else " and average over all axes but the first"),
             who="loss",
@@ -197,12 +202,8 @@ class _Traced:
     def same(self, other: _Traced) -> bool:
         """Whether both compute the same."""
         mine, others = self.exported, other.exported
-        codes = [
-            [part.code for part in e.graph_module.modules() if isinstance(part, fx.GraphModule)]
-            for e in (mine, others)
-        ]
         return (
-            codes[0] == codes[1]
+            _code(mine.graph_module) == _code(others.graph_module)
             and str(mine.graph_signature) == str(others.graph_signature)
             and self.outputs == other.outputs
             and mine.constants.keys() == others.constants.keys()
@@ -225,27 +226,33 @@ def _export(model: nn.Module, loss: Loss, example: tuple[Tensor, Tensor], dynami
     batch = torch.export.Dim("batch") if dynamic else None
     shapes = ({0: batch}, {0: batch}) if dynamic else None
     args = (example[0].clone(), example[1].clone())  # the model may write into its input
-    with _quiet("the model cannot be exported", model):
+    with _explained(model):
         exported = torch.export.export(wrapper, args, dynamic_shapes=shapes, strict=False)
     return _Traced(model, exported, wrapper.seen.outputs)
 
 
 @contextlib.contextmanager
-def _quiet(what: str, model: nn.Module) -> Iterator[None]:
-    """Export without its printing and warnings (own deprecations, RNN weight lists), its errors as ours."""
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Export in silence, its errors as ours."""
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with quiet():
             yield
     except CaptureError:
         raise
     except Exception as error:
-        raise _failed(what, error, model) from error
+        where, line = _place(error, model)
+        raise CaptureError(
+            f"the model cannot be exported{line}: {_reason(error)}",
+            rule="torch.export traces the model with a symbolic batch size and without values",
+            fix="use torch.cond for branches on values, avoid .item() and Python loops over the batch, "
+            "or capture with backend='eager'",
+            who=where,
+        ) from error
 
 
 def _lower(traced: _Traced, schema: Schema, initial: dict[str, Tensor], dynamic: bool) -> fx.GraphModule:
     """The graph of one mode, with arguments and results as `Graphs` says."""
-    with _quiet("the model cannot be exported", traced.model):
+    with _explained(traced.model):
         # an empty table functionalises and keeps linear, conv2d, lstm, ... whole
         exported = traced.exported.run_decompositions({})
     signature = exported.graph_signature
@@ -319,10 +326,10 @@ def _check_losses(module: fx.GraphModule, dynamic: bool) -> None:
         )
 
 
-def _failed(what: str, error: Exception, model: nn.Module) -> CaptureError:
-    """Name the innermost module, the last line of user code, and what PyTorch said."""
+def _place(error: Exception, model: nn.Module) -> tuple[str, str]:
+    """The innermost module in which an error was raised, and the last line of user code."""
     paths = {id(module): path for path, module in model.named_modules()}
-    where, line = "", ""
+    where, line = type(model).__name__, ""
     for frame, number in _frames(error):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in paths:
@@ -330,16 +337,20 @@ def _failed(what: str, error: Exception, model: nn.Module) -> CaptureError:
         if not is_library(frame.f_code.co_filename):
             text = linecache.getline(frame.f_code.co_filename, number).strip()
             line = f" at {frame.f_code.co_filename}:{number}: {text}"
-    reason = next((part.strip() for part in str(error).splitlines() if part.strip()), type(error).__name__)
-    if "data-dependent" in reason or "item" in reason.lower():
-        reason = f"Python needs the value of a tensor (operator aten.item): {reason}"
-    return CaptureError(
-        f"{what}{line}: {reason}",
-        rule="PyTorch runs the model, and exports it with a symbolic batch size and without values",
-        fix="use torch.cond for branches on values, avoid .item() and Python loops over the batch, "
-        "or capture with backend='eager'",
-        who=where or type(model).__name__,
-    )
+    return where, line
+
+
+def _reason(error: Exception) -> str:
+    """What PyTorch said, in one line that names the operator where that can be known."""
+    text = str(error)
+    first = next((part.strip() for part in text.splitlines() if part.strip()), type(error).__name__)
+    if isinstance(error, SyntaxError) and error.text:  # an operator whose overload is a Python keyword
+        return f"{first}: {error.text.strip()}"
+    if (fixed := re.search(r"inferred to be a constant \((\d+)\)", text)) is not None:
+        return f"the model fixes the batch size to {fixed[1]}, as a loop over the batch or a test of its size does"
+    if "data-dependent" in first:
+        return f"Python needs the value of a tensor (operator aten.item): {first}"
+    return first
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:

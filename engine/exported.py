@@ -6,8 +6,11 @@ per schema tensor in a fixed order, then `inputs`, `targets`, `seed` and `first`
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +21,35 @@ from mycelia.engine.errors import CaptureError
 from mycelia.engine.graph import Writer, fake_mode, rebuild, source_line, value_of
 from mycelia.engine.schema import Role, Schema
 
-__all__ = ["TAIL", "from_graph", "order", "to_graph"]
+__all__ = ["TAIL", "from_graph", "order", "quiet", "to_graph"]
 
 aten = torch.ops.aten
+
+_END = 2**63 - 1  # where a slice without an end ends
 
 TAIL = ("inputs", "targets", "seed", "first")
 """What follows the schema's tensors in the arguments of a graph."""
 
+# they log what the error or the result says anyway
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._export.serde.serialize")
+
 Results = Callable[[Sequence[Any], Mapping[str, fx.Node]], Sequence[Any]]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Export without its printing, logging and warnings (own deprecations, RNN weight lists)."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def order(schema: Schema) -> list[str]:
@@ -125,6 +149,10 @@ def _tidy(graph: fx.Graph, inputs: fx.Node, targets: fx.Node) -> None:
             node.meta["val"] = value_of(node, fake_mode(graph))  # torch 2.13 records a 0-d value for "none"
         elif node.target is aten.copy.default:
             _assign(graph, node)
+        elif node.target is aten.slice.Tensor and node.args[2:] == (0, _END):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+        elif node.target is aten.slice_scatter.default:
+            _bound(graph, node)
         elif node.target is aten.instance_norm.default and node.args[3] is not None:
             raise CaptureError(
                 "InstanceNorm keeps running statistics",
@@ -132,6 +160,19 @@ def _tidy(graph: fx.Graph, inputs: fx.Node, targets: fx.Node) -> None:
                 fix="use track_running_stats=False, or capture with backend='eager'",
                 who=source_line(node),
             )
+
+
+def _bound(graph: fx.Graph, node: fx.Node) -> None:
+    """`slice_scatter` to the end with that end as a number: `vmap` knows no other."""
+    old, _, axis, start, end = (*node.args, *(0, 0, _END)[len(node.args) - 2 :])[:5]
+    if end == _END and isinstance(old, fx.Node) and isinstance(axis, int):
+        size = old.meta["val"].shape[axis]
+        if start == 0 and len(node.args) < 6:
+            node.replace_all_uses_with(node.all_input_nodes[1])
+            return
+        with graph.inserting_before(node):
+            last = size if isinstance(size, int) else Writer(graph, node)(aten.sym_size.int, old, axis)
+        node.args = (*node.args[:3], start, last, *node.args[5:])
 
 
 def _assign(graph: fx.Graph, node: fx.Node) -> None:
@@ -174,8 +215,7 @@ def from_graph(
         {0: batch} if node.name in TAIL[:2] and isinstance(node.meta["val"].shape[0], torch.SymInt) else None
         for node in held
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         exported = torch.export.export(_Run(graph), args, dynamic_shapes=(shapes,), strict=False)
     exported.example_inputs = None  # they would be written as a pickle, and are somebody's data
     return exported

@@ -117,8 +117,8 @@ class LocalTrainer:
         extra: tensors that `adjust` reads, by name, as examples of their shapes ("lr" is added here).
         seed: root seed of batch order and dropout.
         plan: resolved plan.
+        batch_shape: shape of the inputs of a full batch, None where there is none.
         package: the compiled step of a full batch, for the plan `inductor`; see `package_of`.
-        batch_shape: shape of the inputs that the package serves.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class LocalTrainer:
         extra: Mapping[str, Tensor] | None = None,
         seed: int = 0,
         plan: str = "interpreter",
-        package: Path | None = None,
         batch_shape: tuple[int, ...] | None = None,
+        package: Path | None = None,
     ) -> None:
         self.program, self.work, self.seed = program, work, seed
         params, self._buffers = program.init()
@@ -145,7 +145,8 @@ class LocalTrainer:
         self._scratch: Tensors = {}
         self._zero_seed = torch.zeros((), dtype=torch.int64)
         self._random = uses_seed(program)
-        self._step = PlannedStep(program, adjust, plan, package, batch_shape)
+        self._coupled = updates_buffers(program)
+        self._step = PlannedStep(program, adjust, plan, batch_shape, package)
 
     def run(
         self,
@@ -217,7 +218,18 @@ class LocalTrainer:
         return self._scratch[name]
 
     def _batches(self, data: ClientData, round: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Reshuffled passes over the client's examples; every pass's last batch may be smaller."""
+        """Reshuffled passes over the client's examples; every pass's last batch may be smaller.
+
+        With statistics of the batch, as batch norm has them, a last batch of one example would have none: it
+        joins the batch before.
+        """
+        if self._coupled and len(data) == 1:
+            raise DataError(
+                "the client has one example",
+                rule="a model that updates buffers from the batch, as batch norm does, needs two or more",
+                fix="raise min_size in the partition, or use another normalisation",
+                who=f"client {data.client}",
+            )
         rng = generator(self.seed, "batches", round=round, client=data.client)
         size = self.work.batch_size or len(data)
         left = self.work.step_count(len(data))
@@ -226,9 +238,13 @@ class LocalTrainer:
             gather = size * max(1, _GATHER // size)
             for start in range(0, len(order), gather):
                 inputs, targets = data.tensors(order[start : start + gather])
-                for first in range(0, len(targets), size):
-                    yield inputs[first : first + size], targets[first : first + size]
-                    left -= 1
+                first = 0
+                while first < len(targets):
+                    end = first + size
+                    if self._coupled and end == len(targets) - 1:
+                        end, left = end + 1, left - 1
+                    yield inputs[first:end], targets[first:end]
+                    first, left = end, left - 1
 
 
 def parameter_slices(program: Program) -> dict[str, slice]:
@@ -247,6 +263,19 @@ def named_views(program: Program, prefix: str, vector: Tensor) -> Tensors:
         f"{prefix}.{entry.name}": vector[slices[entry.name]].view(entry.shape)
         for entry in program.schema.of(Role.PARAMETER)
     }
+
+
+def updates_buffers(program: Program) -> bool:
+    """Whether the training pass writes float buffers, as batch norm does (a Program without a graph may)."""
+    entries = program.schema.of(Role.BUFFER, Role.COUNTER)
+    if program.graphs is None:
+        return any(entry.role is Role.BUFFER for entry in entries)
+    results = program.graphs[0].graph.output_node().args[0]
+    ends = list(results)[len(results) - len(entries) :] if isinstance(results, (list, tuple)) else []
+    return any(
+        entry.role is Role.BUFFER and getattr(node, "op", "") != "placeholder"
+        for entry, node in zip(entries, ends, strict=True)
+    )
 
 
 def uses_seed(program: Program) -> bool:

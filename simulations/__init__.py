@@ -1,8 +1,32 @@
-"""Whole federations without a network: populations, partitions, behaviour, backends, scenarios."""
+"""Whole federations without a network: populations, partitions, behaviour, backends, scenarios.
+
+Names are imported when they are first used: a worker process needs few of them.
+"""
 
 from __future__ import annotations
 
-from mycelia.simulations.scenario import Scenario, load_scenario, scenario_names
-from mycelia.simulations.simulate import SimulationResult, resume, simulate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mycelia.simulations.scenario import Scenario, load_scenario, scenario_names
+    from mycelia.simulations.simulator import SimulationResult, resume, simulate
 
 __all__ = ["Scenario", "SimulationResult", "load_scenario", "resume", "scenario_names", "simulate"]
+
+_HOMES = {
+    "Scenario": "scenario",
+    "SimulationResult": "simulator",
+    "load_scenario": "scenario",
+    "resume": "simulator",
+    "scenario_names": "scenario",
+    "simulate": "simulator",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found

@@ -14,7 +14,7 @@ from mycelia.simulations.draws import Indices
 from mycelia.simulations.partition import Dealt, Overlapping, Partition
 from mycelia.simulations.partitioners import Dealing, Natural, Partitioner, is_classes, require
 
-__all__ = ["partition"]
+__all__ = ["partition", "pool"]
 
 Array = np.ndarray[Any, Any]
 
@@ -113,3 +113,11 @@ def _checked(owners: Array, n: int, clients: int) -> Indices:
         rule = f"0..{clients - 1}, or -1 for nobody"
         raise DataError(f"example {bad} goes to client {owners[bad]}", rule=rule, who="partition")
     return owners.astype(np.int64)
+
+
+def pool(partition: Partition) -> Partition:
+    """One client that holds what all clients together train on; for central baselines."""
+    held = [partition.indices(client) for client in range(partition.clients)]
+    order = np.unique(np.concatenate(held)).astype(np.int64)
+    ends = np.array([len(order)])
+    return Dealt(1, partition.seed, partition.labels, order, np.array([0, len(order)]), ends)

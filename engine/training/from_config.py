@@ -23,6 +23,7 @@ from mycelia.engine.training.result import FitResult
 from mycelia.engine.training.resuming import COMMAND, begun
 from mycelia.engine.training.signals import stop_on_signal
 from mycelia.engine.training.trainer import Trainer
+from mycelia.engine.transforms.precision import precision
 
 __all__ = ["Prepared", "prepare", "resume", "train"]
 
@@ -62,7 +63,7 @@ def prepare(config: TrainConfig) -> Prepared:
     model = build(config.model.name, shape, classes, seed=config.seed, **config.model.options)
     arrays = (dataset.train.inputs, dataset.train.targets)
     inputs, targets = (torch.from_numpy(array[:2].copy()) for array in arrays)
-    program = capture(model, get(config.loss), (inputs, targets))
+    program = precision(capture(model, get(config.loss), (inputs, targets)), config.precision)
     per_epoch = steps_per_epoch(len(dataset.train), config.batch_size)
     total = config.steps or config.epochs * per_epoch
     trainer = Trainer(

@@ -41,6 +41,18 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains a Program; holds settings only, so one trainer fits any number of times.
 
+    >>> from mycelia.engine.capture import capture
+    >>> from mycelia.engine.data import load
+    >>> from mycelia.engine.losses import cross_entropy
+    >>> from mycelia.engine.models import build
+    >>> from mycelia.engine.optimizers import adam
+    >>> data = load("digits")
+    >>> example = (torch.from_numpy(data.train.inputs[:2]), torch.from_numpy(data.train.targets[:2]))
+    >>> program = capture(build("mlp", data.input_shape, data.classes), cross_entropy, example)
+    >>> result = Trainer(program, adam(lr=0.001), epochs=5, metrics=Metrics(classes=10)).fit(data)
+    >>> result.metrics["accuracy"] > 0.9
+    True
+
     Attributes:
         program: what is trained.
         optimizer: makes new parameters of the gradient of a batch's mean loss.
@@ -205,6 +217,7 @@ class _Fit:
         trainer = self.trainer
         return {
             "schema": self.program.schema.sha256,
+            "transforms": list(self.program.note),
             "data": self.data_sha256,
             "optimizer": trainer.optimizer.name,
             "batch_size": trainer.batch_size,

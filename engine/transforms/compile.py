@@ -3,8 +3,11 @@
 | plan | what runs |
 |---|---|
 | `eager` | the step as Python, operator by operator with PyTorch's autograd; for debugging |
-| `interpreter` | the step traced once per batch shape into a graph without autograd, run node by node |
-| `inductor` | full batches: the step with `layout`, compiled ahead of time; other shapes: interpreter |
+| `interpreter` | full batches: the step traced into a graph without autograd, run node by node |
+| `inductor` | full batches: the traced step with `layout`, compiled ahead of time |
+
+Batches of another shape, such as a client's last one, run as `eager` under every plan: what runs depends on the
+plan and the shape alone, never on what a process has traced or compiled before.
 
 `default` is a static rule: `inductor` when a C++ compiler exists and at least `WORTH_COMPILING` steps are
 planned, else `interpreter`. `tune` times the candidates for the shapes at hand and counts compile time
@@ -102,7 +105,8 @@ class PlannedStep:
         program: the Program to train.
         adjust: see `sgd_step`.
         plan: `eager`, `interpreter` or `inductor`.
-        compiled_for: example arguments whose shapes the compiled form serves; None for the other plans.
+        batch_shape: shape of the inputs of a full batch; None: there is none, and all batches run as `eager`.
+        package: the compiled step of a full batch, for `inductor`; see `package_of`.
     """
 
     def __init__(
@@ -110,34 +114,32 @@ class PlannedStep:
         program: Program,
         adjust: Adjust | None,
         plan: str,
-        package: Path | None = None,
         batch_shape: tuple[int, ...] | None = None,
+        package: Path | None = None,
     ) -> None:
         self.plan = plan
         self._step = sgd_step(program, adjust)
-        self._shape = batch_shape
+        self._shape = None if plan == "eager" else batch_shape
         self._compiled = None if package is None else _torch.load_package(package)
-        self._traced: dict[tuple[tuple[int, ...], tuple[int, ...]], fx.GraphModule] = {}
+        self._traced: fx.GraphModule | None = None
 
     def __call__(
         self, params: Tensors, buffers: Tensors, inputs: Tensor, targets: Tensor, seed: Tensor, extra: Tensors
     ) -> Tensor:
         """Run one step in place; returns the batch's mean loss (0-d)."""
-        if self._compiled is not None and tuple(inputs.shape) == self._shape:
-            args = [*params.values(), *buffers.values(), inputs, targets, seed, *extra.values()]
-            return self._compiled(args)[-1]
-        if self.plan == "eager":
+        if self._shape is None or tuple(inputs.shape) != self._shape:
             result = self._step(params, buffers, inputs, targets, seed, extra)
             for own, new in ((params, result.params), (buffers, result.buffers)):
                 for name, tensor in own.items():
                     tensor.copy_(new[name])
             return result.loss
-        key = (tuple(inputs.shape), tuple(targets.shape))
-        if key not in self._traced:
-            self._traced[key] = trace_step(self._step, params, buffers, inputs, targets, seed, extra)
+        args = [*params.values(), *buffers.values(), inputs, targets, seed, *extra.values()]
+        if self._compiled is not None:
+            return self._compiled(args)[-1]
+        if self._traced is None:
+            self._traced = trace_step(self._step, params, buffers, inputs, targets, seed, extra)
         with torch.no_grad():
-            args = [*params.values(), *buffers.values(), inputs, targets, seed, *extra.values()]
-            loss: Tensor = self._traced[key](*args)[-1]
+            loss: Tensor = self._traced(*args)[-1]
             return loss
 
 
@@ -206,10 +208,8 @@ def compile_step(
     """
     if plan not in ("eager", "interpreter", "inductor"):
         raise ConfigError(f"plan {plan!r} is not resolved", rule="eager, interpreter or inductor", who="plan")
-    if plan != "inductor":
-        return PlannedStep(program, adjust, plan)
-    path = package_of(program, adjust, example, cache)
-    return PlannedStep(program, adjust, plan, path, tuple(example[2].shape))
+    path = package_of(program, adjust, example, cache) if plan == "inductor" else None
+    return PlannedStep(program, adjust, plan, tuple(example[2].shape), path)
 
 
 def package_of(

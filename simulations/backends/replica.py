@@ -44,8 +44,8 @@ class Task:
         states: folder of the clients' states.
         classes: number of classes, None for regression.
         max_cohort: most clients in one call.
+        batch_shape: shape of the inputs of a full batch, None where there is none.
         package: the compiled step of a full batch, None for the other plans.
-        batch_shape: shape of the inputs that the package serves.
     """
 
     program: Program
@@ -58,8 +58,8 @@ class Task:
     states: Path
     classes: int | None
     max_cohort: int
-    package: Path | None = None
     batch_shape: tuple[int, ...] | None = None
+    package: Path | None = None
 
 
 class Replica:

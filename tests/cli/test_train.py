@@ -131,6 +131,15 @@ def test_text_for_people(capsys: pytest.CaptureFixture[str], trained: tuple[Path
     assert captured.err.splitlines()[0].startswith("step 10/90  train loss ")
 
 
+def test_bf16(capsys: pytest.CaptureFixture[str], trained: tuple[Path, dict[str, Any]]) -> None:
+    found = result(capsys, *overrides([*SMALL, "precision=bf16"]), "--out", "run")
+    assert found["model_sha256"] != trained[1]["model_sha256"]
+    # products have 8 bits of precision, sums more: the loss is the same to two digits
+    assert found["train_loss"] == pytest.approx(trained[1]["train_loss"], rel=0.02)
+    meta = load_checkpoint(Path("run/checkpoints")).meta
+    assert meta["settings"]["transforms"] == ["bf16"]
+
+
 def test_regression_and_binary_classes(capsys: pytest.CaptureFixture[str]) -> None:
     regression = result(capsys, *overrides([*SMALL, "data=diabetes", "loss=mse"]))
     assert regression["test_accuracy"] is None
@@ -224,7 +233,6 @@ def test_own_model_data_and_loss(capsys: pytest.CaptureFixture[str]) -> None:
         (["model=lenett"], ["lenett", "lenet"]),
         (["data=digit"], ["digit", "'digits'"]),
         (["loss=mse2"], ["mse2"]),
-        (["loss=mse"], ["do not fit"]),
         (["data=record:x"], ["not available in this version"]),
         (["plan=fast"], ["plan = 'fast'"]),
         (["evaluation.top_k=[11]"], ["top_k", "1..10"]),
@@ -253,6 +261,7 @@ def test_data_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch:
     [
         (["model=train_user_bad:branching"], ["cannot be exported", "train_user_bad.py"]),
         (["loss=train_user_bad:reduced"], ["a single number", 'reduction="none"']),
+        (["loss=bce"], ["outputs [2, 3] do not fit targets [2]"]),
     ],
 )
 def test_what_cannot_be_captured(

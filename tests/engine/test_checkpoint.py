@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mycelia.engine.checkpoint import load_checkpoint, save_checkpoint
 from mycelia.engine.errors import DataError, MyceliaError
 from mycelia.engine.types import Tensors
-from tests.engine.small_disk import fill, small_disk
+from tests.small_disk import fill, small_disk
 
 DTYPES = [
     torch.float64,

@@ -12,7 +12,7 @@ from mycelia.engine import events as e
 from mycelia.engine.errors import ConfigError, DataError, MyceliaError
 from mycelia.engine.run import Run, is_run
 from tests.engine.run_factory import CONFIG, simulated_run, started, write_run
-from tests.engine.small_disk import fill, small_disk
+from tests.small_disk import fill, small_disk
 
 
 def test_a_run_gets_a_folder_named_for_the_command_and_the_time(tmp_path: Path) -> None:

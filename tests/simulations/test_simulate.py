@@ -12,6 +12,7 @@ from mycelia.engine.errors import CaptureError, ConfigError, DataError, MyceliaE
 from mycelia.engine.events import Event, Outcomes, Round
 from mycelia.engine.run import Run
 from mycelia.simulations import Scenario, SimulationResult, resume, simulate
+from tests.small_disk import fill, small_disk
 
 PLUGINS = "tests.simulations.plugins"
 
@@ -220,3 +221,47 @@ def test_resume_of_another_schema_is_refused(tmp_path: Path) -> None:
 def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     first = run(tmp_path)
     assert resume(tmp_path / "run").model_sha256 == first.model_sha256
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model": f"{PLUGINS}:normed", "rounds": 4}
+    whole = run(tmp_path, "whole", **settings)
+    with small_disk(tmp_path / "disk") as disk:
+        ballast: list[Path] = []
+
+        def fill_up(event: Event) -> None:
+            if event.kind == "checkpoint" and getattr(event, "step", 0) == 2:
+                ballast.append(fill(disk))
+
+        with pytest.raises(MyceliaError, match=r"No space left|cannot be written"):
+            simulate(scenario(**settings), out=disk / "run", listeners=[fill_up])
+        ballast[0].unlink()
+        assert resume(disk / "run").model_sha256 == whole.model_sha256
+
+
+def test_the_central_baseline_trains_on_the_union(tmp_path: Path) -> None:
+    found = run(tmp_path, algorithm="centralised", cohort=5, rounds=3)
+    sums = [event.counts["examples"] for event in Run.open(tmp_path / "run").events({"round"})]  # type: ignore[attr-defined]
+    assert sums == [1438] * 3  # a round is one pass over everything
+    assert found.bytes_up == found.bytes_down
+
+
+def test_batch_norm_and_a_last_batch_of_one(tmp_path: Path) -> None:
+    # 26 clients of 55 or 56 examples: batches of 11 leave one over for some
+    found = run(
+        tmp_path,
+        model=f"{PLUGINS}:normed",
+        partition="iid",
+        population={"clients": 26},
+        cohort=26,
+        local={"epochs": 1, "batch_size": 11},
+    )
+    assert found.failed_rounds == 0
+    assert {outcome.status for _, outcome in outcomes(tmp_path / "run")} == {"accepted"}
+
+
+def test_an_aborted_round_leaves_no_state_at_clients(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"algorithm": f"{PLUGINS}:Counting", "cohort": 20, "rounds": 2}
+    settings["round"] = {"quorum": 0.9, "max_failed_rounds": 100}
+    run(tmp_path, behaviour={"dropout": 0.5}, **settings)
+    assert list((tmp_path / "run" / "clients").glob("*/*.safetensors")) == []

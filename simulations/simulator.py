@@ -42,6 +42,7 @@ from mycelia.engine.types import Tensors
 from mycelia.simulations.backends import Backend, Inline, Task, Workers
 from mycelia.simulations.backends.shared import shared_folder
 from mycelia.simulations.client_store import ClientStore
+from mycelia.simulations.dealing import pool
 from mycelia.simulations.federation import Federation, RoundReport, Straggler
 from mycelia.simulations.partition import Partition
 from mycelia.simulations.recipe import Recipe
@@ -178,6 +179,7 @@ class _Simulation:
         self.number = 0
         self.plan_name = ""
         self.started = False
+        self.cohort = scenario.cohort
         self.bytes_up = self.bytes_down = 0
 
     def go(self, checkpoint: Checkpoint | None) -> SimulationResult:
@@ -200,19 +202,25 @@ class _Simulation:
     def _go(self, checkpoint: Checkpoint | None) -> SimulationResult:
         scenario = self.scenario
         dataset = load(scenario.data.name, **scenario.data.options)
+        algorithm = build_algorithm(scenario.algorithm.name, **scenario.algorithm.options)
         partition = scenario.populate(dataset.train).partition
+        if algorithm.pooled:
+            partition = pool(partition)
+        self.cohort = 1 if algorithm.pooled else scenario.cohort
         loss = scenario.loss_for(dataset.classes)
         recipe = Recipe.of(dataset, scenario.model.name, scenario.model.options, loss, scenario.seed)
-        algorithm = build_algorithm(scenario.algorithm.name, **scenario.algorithm.options)
         algorithm = algorithm.bind(population=partition.clients)
         local = scenario.local
         work = algorithm.work(LocalWork(local.epochs, local.steps, local.batch_size, local.lr))
         program = recipe()
         sizes = partition.sizes()
         meta: Mapping[str, Any] = checkpoint.meta if checkpoint else {}
-        plan, package = self._plan(meta.get("plan"), program, algorithm, work, dataset, sizes)
+        fixed = work.batch_size if 0 < work.batch_size <= int(sizes.max()) else 0
+        batch = example_batch(dataset.train.inputs, dataset.train.targets, fixed)
+        plan, package = self._plan(meta.get("plan"), program, algorithm, work, batch, sizes)
+        shape = None if batch is None else tuple(batch[0].shape)
         self.plan_name = plan.name
-        with self._backend(program, algorithm, work, dataset, partition, plan, package) as backend:
+        with self._backend(program, algorithm, work, dataset, partition, plan, shape, package) as backend:
             federation = Federation(
                 program=program,
                 algorithm=algorithm,
@@ -221,7 +229,7 @@ class _Simulation:
                 selector=selectors.build(scenario.selector.name, **scenario.selector.options),
                 behaviour=scenario.behaviour,
                 config=scenario.round,
-                cohort=scenario.cohort,
+                cohort=self.cohort,
                 seed=scenario.seed,
                 max_weight=self._max_weight(sizes),
                 steps=work.step_count,
@@ -244,23 +252,21 @@ class _Simulation:
         program: Program,
         algorithm: Algorithm,
         work: LocalWork,
-        dataset: Dataset,
+        batch: tuple[torch.Tensor, torch.Tensor] | None,
         sizes: np.ndarray[Any, Any],
-    ) -> tuple[Plan, tuple[Path, tuple[int, ...]] | None]:
+    ) -> tuple[Plan, Path | None]:
         """The recorded plan of a run that goes on, else the rule or measurement; and what is compiled."""
-        steps = self.scenario.rounds * self.scenario.cohort * work.step_count(int(np.median(sizes)))
+        steps = self.scenario.rounds * self.cohort * work.step_count(int(np.median(sizes)))
         if recorded:
             plan = Plan(str(recorded), "recorded")
         elif program.graphs is None and self.scenario.plan in ("default", "tune"):
             plan = Plan("eager", "the model has no graph")
         else:
             plan = choose_plan(self.scenario.plan, steps)
-        fixed = work.batch_size if 0 < work.batch_size <= int(sizes.max()) else 0
-        batch = example_batch(dataset.train.inputs, dataset.train.targets, fixed)
         if plan.name in ("eager", "interpreter"):
             return plan, None
         if batch is None:
-            return Plan("interpreter", "no batch has a fixed size"), None
+            return Plan("eager", "no batch has a fixed size"), None
         params, buffers = program.init()
         vector = program.flatten(params).clone()
         extra = {"lr": work.rate(vector.dtype)} | algorithm.step_extra(program)
@@ -269,8 +275,7 @@ class _Simulation:
             plan = tune(program, algorithm.adjust(program), example, steps)[0]
         if plan.name == "interpreter":
             return plan, None
-        package = package_of(program, algorithm.adjust(program), example)
-        return plan, (package, tuple(batch[0].shape))
+        return plan, package_of(program, algorithm.adjust(program), example)
 
     @contextmanager
     def _backend(
@@ -281,12 +286,13 @@ class _Simulation:
         dataset: Dataset,
         partition: Partition,
         plan: Plan,
-        package: tuple[Path, tuple[int, ...]] | None,
+        batch_shape: tuple[int, ...] | None,
+        package: Path | None,
     ) -> Iterator[Backend]:
         scenario = self.scenario
         fixed = selectors.build(scenario.selector.name, **scenario.selector.options).fixed_size
         # Under Poisson a round may, however unlikely, draw everybody: the sum is planned for that
-        cohort = asked_for(scenario.cohort, scenario.round) if fixed else partition.clients
+        cohort = asked_for(self.cohort, scenario.round) if fixed else partition.clients
         carried = cohort if scenario.round.stragglers == "next_round" else 0
         form = SumFormat.plan(algorithm.terms(program), self._max_weight(partition.sizes()), cohort + carried)
         arrays = (dataset.train.inputs, dataset.train.targets, dataset.test.inputs, dataset.test.targets)
@@ -305,9 +311,9 @@ class _Simulation:
                 folder=folder,
                 states=self.run.path / "clients",
                 classes=dataset.classes,
-                max_cohort=min(cohort + carried, max(_POISSON_CHUNK, scenario.cohort)),
-                package=package[0] if package else None,
-                batch_shape=package[1] if package else None,
+                max_cohort=min(cohort + carried, max(_POISSON_CHUNK, self.cohort)),
+                batch_shape=batch_shape,
+                package=package,
             )
             if scenario.backend.name == "inline":
                 backend: Backend = Inline(task)
@@ -386,6 +392,7 @@ class _Simulation:
         if report.aborted is None:
             self.failed_in_a_row = 0
         else:
+            ClientStore(self.run.path / "clients").forget_from(self.number - 1)  # what it left at clients
             self._failed(report.aborted)
         self._save(federation)
 
