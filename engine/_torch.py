@@ -21,7 +21,7 @@ _OPTIONS: dict[str, Any] = {
 
 def compiler() -> str | None:
     """The C++ compiler Inductor would call, or None."""
-    from torch._inductor import config  # noqa: PLC2701
+    from torch._inductor import config
 
     wanted = config.cpp.cxx
     names = [name for name in (wanted if isinstance(wanted, (list, tuple)) else [wanted]) if name]
@@ -39,7 +39,7 @@ class _Flat(torch.nn.Module):
 
 def package(graph: fx.GraphModule, args: Sequence[Tensor], path: Path) -> None:
     """Compile a flat graph ahead of time with Inductor's C++ wrapper into the package `path` (.pt2)."""
-    from torch._inductor import aoti_compile_and_package  # noqa: PLC2701
+    from torch._inductor import aoti_compile_and_package
 
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -54,7 +54,7 @@ def version(tensor: Tensor) -> int:
 
 def load_package(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     """Load a package; the callable takes and returns flat lists and may write into its arguments."""
-    from torch._inductor import aoti_load_package  # noqa: PLC2701
+    from torch._inductor import aoti_load_package
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

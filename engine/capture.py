@@ -342,12 +342,14 @@ def _place(error: Exception, model: nn.Module) -> tuple[str, str]:
 
 def _reason(error: Exception) -> str:
     """What PyTorch said, in one line that names the operator where that can be known."""
-    text = str(error)
-    first = next((part.strip() for part in text.splitlines() if part.strip()), type(error).__name__)
+    lines = [part.strip() for part in str(error).splitlines() if part.strip()]
+    first = lines[0] if lines else type(error).__name__
     if isinstance(error, SyntaxError) and error.text:  # an operator whose overload is a Python keyword
         return f"{first}: {error.text.strip()}"
-    if (fixed := re.search(r"inferred to be a constant \((\d+)\)", text)) is not None:
-        return f"the model fixes the batch size to {fixed[1]}, as a loop over the batch or a test of its size does"
+    if (fixed := re.search(r"to be a constant \((\d+)\)", str(error))) is not None:
+        return f"a loop over the batch, or a test of its size, fixes that to {fixed[1]}"
+    if first.startswith("Constraints violated") and len(lines) > 1:
+        return lines[1].removeprefix("- ")
     if "data-dependent" in first:
         return f"Python needs the value of a tensor (operator aten.item): {first}"
     return first

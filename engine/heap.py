@@ -1,4 +1,4 @@
-"""Keep freed memory in the process: a heap that shrinks and grows pays a page fault for every page, every step."""
+"""Keep freed memory in the process: a heap that shrinks and grows pays for its pages in every step."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from mycelia.engine.errors import ConfigError, DataError
 from mycelia.engine.program import Program
 from mycelia.engine.rng import derive, generator
 from mycelia.engine.schema import Role
-from mycelia.engine.step import Adjust
+from mycelia.engine.step import Adjust, sgd_step
 from mycelia.engine.transforms.compile import PlannedStep
 from mycelia.engine.types import Tensors
 
@@ -146,7 +146,7 @@ class LocalTrainer:
         self._zero_seed = torch.zeros((), dtype=torch.int64)
         self._random = uses_seed(program)
         self._coupled = updates_buffers(program)
-        self._step = PlannedStep(program, adjust, plan, batch_shape, package)
+        self._step = PlannedStep(sgd_step(program, adjust), plan, batch_shape, package)
 
     def run(
         self,

@@ -247,7 +247,7 @@ class _Fit:
                 state.loss_sum, state.loss_examples = 0.0, 0
             if random:
                 seed.fill_(derive(trainer.seed, "training randomness", round=step))
-            loss = self.update(state.params, state.carry, *self.batch(rows), seed).item()
+            loss = self.update(state.params, state.carry, *self.batch(rows), seed, {}).item()
             state.step = step + 1
             self.check_step(loss, rows)
             state.loss_sum += loss * len(rows)

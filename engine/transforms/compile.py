@@ -6,8 +6,8 @@
 | `interpreter` | full batches: the step traced into a graph without autograd, run node by node |
 | `inductor` | full batches: the traced step with `layout`, compiled ahead of time |
 
-Batches of another shape, such as a client's last one, run as `eager` under every plan: what runs depends on the
-plan and the shape alone, never on what a process has traced or compiled before.
+Batches of another shape, such as a client's last one, run as `eager` under every plan: what runs depends on
+the plan and the shape alone, never on what a process has traced or compiled before.
 
 `default` is a static rule: `inductor` when a C++ compiler exists and at least `WORTH_COMPILING` steps are
 planned, else `interpreter`. `tune` times the candidates for the shapes at hand and counts compile time
@@ -33,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mycelia.engine import _torch
 from mycelia.engine.errors import ConfigError
 from mycelia.engine.program import Program
+from mycelia.engine.schema import model_sha256
 from mycelia.engine.step import Adjust, Step, sgd_step
 from mycelia.engine.transforms.layout import layout
 from mycelia.engine.types import Tensors
@@ -46,6 +47,7 @@ __all__ = [
     "compile_step",
     "example_batch",
     "package_of",
+    "package_step",
     "trace_step",
     "tune",
 ]
@@ -102,23 +104,21 @@ class PlannedStep:
     """A step that updates parameters and buffers in place, in the form a plan gives it.
 
     Args:
-        program: the Program to train.
-        adjust: see `sgd_step`.
+        step: the step; its `buffers` may be any tensors that it changes beside the parameters.
         plan: `eager`, `interpreter` or `inductor`.
         batch_shape: shape of the inputs of a full batch; None: there is none, and all batches run as `eager`.
-        package: the compiled step of a full batch, for `inductor`; see `package_of`.
+        package: the compiled step of a full batch, for `inductor`; see `package_step`.
     """
 
     def __init__(
         self,
-        program: Program,
-        adjust: Adjust | None,
+        step: Step,
         plan: str,
         batch_shape: tuple[int, ...] | None = None,
         package: Path | None = None,
     ) -> None:
         self.plan = plan
-        self._step = sgd_step(program, adjust)
+        self._step = step
         self._shape = None if plan == "eager" else batch_shape
         self._compiled = None if package is None else _torch.load_package(package)
         self._traced: fx.GraphModule | None = None
@@ -209,7 +209,7 @@ def compile_step(
     if plan not in ("eager", "interpreter", "inductor"):
         raise ConfigError(f"plan {plan!r} is not resolved", rule="eager, interpreter or inductor", who="plan")
     path = package_of(program, adjust, example, cache) if plan == "inductor" else None
-    return PlannedStep(program, adjust, plan, tuple(example[2].shape), path)
+    return PlannedStep(sgd_step(program, adjust), plan, tuple(example[2].shape), path)
 
 
 def package_of(
@@ -218,10 +218,17 @@ def package_of(
     example: tuple[Tensors, Tensors, Tensor, Tensor, Tensors],
     cache: Path | None = None,
 ) -> Path:
-    """The compiled package of a step, from the cache or made now."""
+    """The compiled package of a federated step, from the cache or made now."""
+    return package_step(sgd_step(layout(program), adjust), example, cache)
+
+
+def package_step(
+    step: Step, example: tuple[Tensors, Tensors, Tensor, Tensor, Tensors], cache: Path | None = None
+) -> Path:
+    """The compiled package of any step, from the cache or made now; make the step of `layout(program)`."""
     params, buffers, inputs, targets, extra = example
     seed = torch.zeros((), dtype=torch.int64)
-    graph = trace_step(sgd_step(layout(program), adjust), params, buffers, inputs, targets, seed, extra)
+    graph = trace_step(step, params, buffers, inputs, targets, seed, extra)
     args = [t.clone() for t in (*params.values(), *buffers.values(), inputs, targets, seed, *extra.values())]
     folder = cache if cache is not None else _default_cache()
     path = folder / f"{_key(graph, args)}.pt2"
@@ -285,10 +292,14 @@ def _default_cache() -> Path:
 
 
 def _key(graph: fx.GraphModule, args: Sequence[Tensor]) -> str:
-    """Hash of the graph, the argument shapes, the versions and the CPU."""
+    """Hash of the graph and its constants, the argument shapes, the versions and the CPU."""
     digest = hashlib.sha256()
     for node in graph.graph.nodes:
         digest.update(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}\n".encode())
+        if node.op == "get_attr":  # a frozen tensor: the package has its values
+            held = getattr(graph, node.target)
+            known = model_sha256({"": held}) if isinstance(held, Tensor) else str(getattr(held, "code", held))
+            digest.update(known.encode())
     for tensor in args:
         digest.update(f"{tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}\n".encode())
     digest.update(f"{torch.__version__} {platform.machine()} {_cpu()}".encode())

@@ -227,7 +227,12 @@ def _attention(
     return scores.softmax(-1) @ value
 
 
+def _size(value: Tensor, axis: int) -> int:
+    return value.shape[axis]
+
+
 _BATCHABLE: dict[Any, Any] = {
+    aten.sym_size.int: _size,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.scaled_dot_product_attention.default: _attention,
 }

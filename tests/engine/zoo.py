@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mycelia.engine.capture import capture
+from mycelia.engine.program import Program
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -425,3 +429,10 @@ ZOO: dict[str, Case] = {
         Case("scan", Scan, SERIES, flow=True),
     )
 }
+
+
+@functools.cache
+def captured(name: str) -> Program:
+    """The Program of a model, captured once a session: export takes a second or two."""
+    case = ZOO[name]
+    return capture(case.module(), case.loss, case.batch(2))

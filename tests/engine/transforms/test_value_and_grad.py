@@ -15,7 +15,7 @@ from tests.engine.zoo import ZOO
 
 CERTAIN = tuple(name for name, case in ZOO.items() if not case.random)
 # what PyTorch has no rule for inside torch.func: gradients of control flow and of custom operators
-NO_RULE = ("cond", "while", "scan", "custom-operator", "in-place")
+NO_RULE = ("cond", "while", "scan", "custom-operator")
 
 
 @models(CERTAIN)
