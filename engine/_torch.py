@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["compiler", "load_package", "package", "version"]
+__all__ = ["compiler", "fake_mode", "load_package", "package", "storage", "version"]
 
 _OPTIONS: dict[str, Any] = {
     "cpp.threads": 1,  # parallelism is across clients, one thread a process
@@ -50,6 +50,18 @@ def package(graph: fx.GraphModule, args: Sequence[Tensor], path: Path) -> None:
 def version(tensor: Tensor) -> int:
     """How often the tensor was written in place; tells whether somebody did."""
     return int(tensor._version)
+
+
+def storage(tensor: Tensor) -> int:
+    """A number that tensors share exactly when they share memory; fake tensors too, which have no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def fake_mode() -> Any:
+    """A mode whose tensors have shapes and no values; tensors with values may be mixed in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def load_package(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:

@@ -19,7 +19,7 @@ from mycelia.engine import structure
 from mycelia.engine.errors import CaptureError, ConfigError
 from mycelia.engine.exported import TAIL, order, quiet, to_graph
 from mycelia.engine.graph import is_library
-from mycelia.engine.program import Graphs, Program, call_of_module, predictor_of_module
+from mycelia.engine.program import Graphs, Program, call_of_module, check_replaced, predictor_of_module
 from mycelia.engine.schema import Entry, Role, Schema
 from mycelia.engine.seeding import drive_by_seed
 
@@ -43,9 +43,23 @@ class _WithLoss(nn.Module):
         self.seen = _Seen()
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        before = dict(self.model.named_buffers(remove_duplicate=False))
         outputs = self.model(inputs)
+        _write_back(self.model, before)
         leaves, self.seen.outputs = structure.flatten(outputs)
         return self.loss(outputs, targets), *leaves
+
+
+def _write_back(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """What the model assigned to its buffers is written into them, where export sees it."""
+    for name, old in before.items():
+        path, _, last = name.rpartition(".")
+        owner = model.get_submodule(path)
+        new = getattr(owner, last)
+        if new is not old:
+            check_replaced(name, old, new)
+            old.copy_(new.detach())
+            setattr(owner, last, old)
 
 
 def capture(

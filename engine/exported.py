@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from mycelia.engine.errors import CaptureError
-from mycelia.engine.graph import Writer, fake_mode, rebuild, source_line, value_of
+from mycelia.engine.graph import Writer, fake_mode, rebuild, size, source_line, value_of
 from mycelia.engine.schema import Role, Schema
 
 __all__ = ["TAIL", "from_graph", "order", "quiet", "to_graph"]
@@ -143,8 +143,10 @@ def _tidy(graph: fx.Graph, inputs: fx.Node, targets: fx.Node) -> None:
     for node in list(graph.nodes):
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # the caller's batch may have other strides than the example
-        elif node.target is aten.sym_size.int and node.args == (targets, 0):
-            node.args = (inputs, 0)  # prediction has no targets
+        elif node.target is aten.sym_size.int:
+            node.target = size
+            if node.args == (targets, 0):
+                node.args = (inputs, 0)  # prediction has no targets
         elif node.target is aten.cross_entropy_loss.default:
             node.meta["val"] = value_of(node, fake_mode(graph))  # torch 2.13 records a 0-d value for "none"
         elif node.target is aten.copy.default:
@@ -166,13 +168,13 @@ def _bound(graph: fx.Graph, node: fx.Node) -> None:
     """`slice_scatter` to the end with that end as a number: `vmap` knows no other."""
     old, _, axis, start, end = (*node.args, *(0, 0, _END)[len(node.args) - 2 :])[:5]
     if end == _END and isinstance(old, fx.Node) and isinstance(axis, int):
-        size = old.meta["val"].shape[axis]
+        end = old.meta["val"].shape[axis]
         if start == 0 and len(node.args) < 6:
             node.replace_all_uses_with(node.all_input_nodes[1])
             return
         with graph.inserting_before(node):
-            last = size if isinstance(size, int) else Writer(graph, node)(aten.sym_size.int, old, axis)
-        node.args = (*node.args[:3], start, last, *node.args[5:])
+            end = end if isinstance(end, int) else Writer(graph, node)(size, old, axis)
+        node.args = (*node.args[:3], start, end, *node.args[5:])
 
 
 def _assign(graph: fx.Graph, node: fx.Node) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "nested",
     "rebuild",
     "show",
+    "size",
     "source_line",
     "value_of",
 ]
@@ -98,12 +99,15 @@ class Writer:
         return node
 
 
+def size(tensor: Tensor, axis: int) -> int:
+    """`aten.sym_size`, which `vmap` has no rule for."""
+    return tensor.shape[axis]
+
+
 def value_of(node: fx.Node, mode: Any) -> Any:
     """The value of a call on the fake tensors of its arguments."""
     call: Any = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     args, kwargs = call
-    if node.target is torch.ops.aten.sym_size.int:
-        return args[0].shape[args[1]]
     with mode, torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -47,9 +47,7 @@ class PortableGraph:
             (
                 node.name,
                 node.op,
-                _Operator(str(node.target))
-                if isinstance(node.target, torch._ops.OpOverload)
-                else node.target,
+                _written(node.target),
                 fx.node.map_arg(node.args, place.__getitem__),
                 fx.node.map_arg(node.kwargs, place.__getitem__),
             )
@@ -79,6 +77,14 @@ class PortableGraph:
         module = fx.GraphModule(root, graph)
         module.meta["outputs"] = self.outputs
         return module
+
+
+def _written(target: Any) -> Any:
+    if isinstance(target, torch._ops.OpOverload):
+        return _Operator(str(target))
+    if isinstance(target, torch._ops.HigherOrderOperator):  # control flow
+        return _Operator(f"higher_order.{target.name()}")
+    return target
 
 
 def _filled(value: Any, made: list[fx.Node]) -> Any:

@@ -374,9 +374,23 @@ def call_of_module(module: nn.Module, loss: Callable[[Any, Tensor], Tensor]) -> 
             # a buffer that the module replaces comes back in the dictionary, one changed in place does too
             outputs = torch.func.functional_call(module, tensors, (inputs,))
             losses = loss(outputs, targets)
+        for name, old in b.items():
+            check_replaced(name, old, tensors[name])
         return Forward(losses, outputs, {name: tensors[name].detach() for name in b})
 
     return call
+
+
+def check_replaced(name: str, old: Tensor, new: Any) -> None:
+    """Raise CaptureError when a module replaced its buffer `name` by something of another kind."""
+    if not isinstance(new, Tensor) or new.dtype != old.dtype or new.shape != old.shape:
+        kind = f"{new.dtype} {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
+        raise CaptureError(
+            f"the forward pass replaces the buffer {name!r} by {kind}",
+            rule=f"a buffer keeps dtype and shape, {old.dtype} {tuple(old.shape)}",
+            fix="change it in place, or convert what is assigned",
+            who=name,
+        )
 
 
 def predictor_of_module(module: nn.Module) -> Callable[[Tensors, Tensors, Tensors, Tensor], Any]:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import optimization_hint, statically_known_true
 
 from mycelia.engine.errors import CaptureError
-from mycelia.engine.graph import Writer, is_getitem, nested, source_line
+from mycelia.engine.graph import Writer, is_getitem, nested, size, source_line
 
 __all__ = ["drive_by_seed", "is_random", "seeded_bits", "seeded_uniform"]
 
@@ -70,10 +70,10 @@ def _bits(
     outer = op(aten.bitwise_xor.Scalar, keys[0], salt * 0x9E3779B1 & _MASK)
     inner = op(aten.bitwise_xor.Scalar, keys[1], salt * 0x85EBCA6B & _MASK)
     rest: Any = 1
-    for axis, size in enumerate(shape):
+    for axis, length in enumerate(shape):
         if rows is None or axis != rows[0]:
-            plain = isinstance(rest, int) and isinstance(size, int)
-            rest = rest * size if plain else op(operator.mul, rest, size)
+            plain = isinstance(rest, int) and isinstance(length, int)
+            rest = rest * length if plain else op(operator.mul, rest, length)
     place = op(aten.arange.default, rest, device=device)
     if rows is None:
         return _mix(op, op(aten.reshape.default, place, list(shape)), outer, inner)
@@ -81,7 +81,7 @@ def _bits(
     start = first if per_example == 1 else op(operator.mul, first, per_example)
     row = op(aten.add.Tensor, op(aten.arange.default, shape[axis], device=device), start)
     row = op(aten.reshape.default, row, [shape[axis] if n == axis else 1 for n in range(len(shape))])
-    place = op(aten.reshape.default, place, [1 if n == axis else size for n, size in enumerate(shape)])
+    place = op(aten.reshape.default, place, [1 if n == axis else length for n, length in enumerate(shape)])
     outer = _mix(op, row, outer, inner)
     inner = op(aten.bitwise_and.Scalar, op(aten.add.Tensor, outer, inner), _MASK)
     return _mix(op, place, outer, inner)
@@ -151,15 +151,15 @@ class _Draws:
         shape = like.meta["val"].shape if like is not None else self.value.shape
         if sizes is None:
             sizes = [
-                self.op(aten.sym_size.int, like, axis) if isinstance(size, torch.SymInt) else size
-                for axis, size in enumerate(shape)
+                self.op(size, like, axis) if isinstance(length, torch.SymInt) else length
+                for axis, length in enumerate(shape)
             ]
-        symbolic = [(axis, size) for axis, size in enumerate(shape) if isinstance(size, torch.SymInt)]
+        symbolic = [(axis, length) for axis, length in enumerate(shape) if isinstance(length, torch.SymInt)]
         rows = None
         if len(symbolic) == 1 and statically_known_true(symbolic[0][1] % self.batch == 0):
             # the examples are on this axis, possibly with heads or steps inside
-            axis, size = symbolic[0]
-            rows = (axis, optimization_hint(size, 1) // optimization_hint(self.batch, 1))
+            axis, length = symbolic[0]
+            rows = (axis, optimization_hint(length, 1) // optimization_hint(self.batch, 1))
         return _bits(self.op, sizes, rows, self.keys, self.first, self.salt + salt, self.value.device)
 
     def uniform(self, like: fx.Node | None = None, sizes: Sequence[Any] | None = None, salt: int = 0) -> Any:
@@ -201,8 +201,8 @@ def _attention(
     scale = 1.0 / math.sqrt(query.meta["val"].shape[-1]) if scale is None else scale
     scores = op(aten.matmul.default, op(aten.mul.Scalar, query, scale), op(aten.transpose.int, key, -2, -1))
     if causal:
-        size = scores.meta["val"].shape[-2:]
-        above = op(aten.ones.default, list(size), dtype=torch.bool, device=draw.value.device)
+        last = scores.meta["val"].shape[-2:]
+        above = op(aten.ones.default, list(last), dtype=torch.bool, device=draw.value.device)
         above = op(aten.triu.default, above, 1)
         scores = op(aten.masked_fill.Scalar, scores, above, -math.inf)
     if mask is not None:

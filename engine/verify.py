@@ -11,14 +11,15 @@ from torch import Tensor, fx
 
 from mycelia.engine.errors import CaptureError
 from mycelia.engine.exported import TAIL, order
-from mycelia.engine.graph import fake_mode, is_getitem, nested, source_line, value_of
+from mycelia.engine.graph import fake_mode, is_getitem, nested, size, source_line, value_of
 from mycelia.engine.schema import Role, Schema
 from mycelia.engine.seeding import is_random
 
 __all__ = ["verify"]
 
-# arithmetic on sizes
+# sizes and arithmetic on them
 _SCALAR = {
+    size,
     *(getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv")),
     *(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_")),
     *(math.ceil, math.floor, math.trunc),

@@ -232,13 +232,24 @@ def package_step(
     args = [t.clone() for t in (*params.values(), *buffers.values(), inputs, targets, seed, *extra.values())]
     folder = cache if cache is not None else _default_cache()
     path = folder / f"{_key(graph, args)}.pt2"
-    if not path.exists():
+    if not _loads(path):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / "step.pt2"
             _torch.package(graph, args, made)
             made.replace(path)  # atomic: another process sees the whole package or none
     return path
+
+
+def _loads(path: Path) -> bool:
+    """Whether there is a package that can be loaded; one damaged on disk is made again."""
+    if not path.exists():
+        return False
+    try:
+        _torch.load_package(path)
+    except (RuntimeError, OSError):
+        return False
+    return True
 
 
 def tune(

@@ -77,7 +77,11 @@ def _changed_result(program: Program) -> str | None:
     for name, counter in alone.buffers.items():
         if not counter.is_floating_point() and not torch.equal(counter, beside.buffers[name]):
             return f"the counter {name!r} depends on the size of the batch"
-    return "the loss of an example depends on the other examples" if _differ(alone.losses, beside.losses) else None
+    return (
+        "the loss of an example depends on the other examples"
+        if _differ(alone.losses, beside.losses)
+        else None
+    )
 
 
 def _differ(alone: Tensor, beside: Tensor) -> bool:

@@ -95,7 +95,9 @@ def _joined(parts: list[Gradients], rows: list[int], axes: list[int] | None) -> 
     joined = []
     for number, same in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
         axis = 0 if axes is None else axes[number]
-        if any(leaf.dim() <= axis or leaf.shape[axis] != count for leaf, count in zip(same, rows, strict=True)):
+        if any(
+            leaf.dim() <= axis or leaf.shape[axis] != count for leaf, count in zip(same, rows, strict=True)
+        ):
             raise CaptureError(
                 f"an output of shape {tuple(same[0].shape)} for a part of {rows[0]} examples",
                 rule="outputs [B, ...]",

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
-from torch import Tensor, fx
+from torch import Tensor
 
 from mycelia.engine.errors import CaptureError, DataError
-from mycelia.engine.program import Forward, Program, call_of_graph
+from mycelia.engine.program import Forward, GraphCall, Program, call_of_graph
 from mycelia.engine.step import Adjust, StepResult
 from mycelia.engine.transforms.coupling import coupling
 from mycelia.engine.transforms.value_and_grad import gradients_of
@@ -41,7 +41,9 @@ class ClientsStep(Protocol):
         mask: Bool[Tensor, "clients batch"] | None,
         seeds: Int[Tensor, " clients"],
         extra: Tensors,
-    ) -> StepResult: ...
+    ) -> StepResult:
+        """One step."""
+        ...
 
 
 class PaddedBatch(NamedTuple):
@@ -179,9 +181,9 @@ def _refuse_padding(mask: Tensor, reason: str) -> None:
 
 def _batchable(program: Program) -> Program:
     """The Program with the operators that `vmap` would run client by client in a form that it batches."""
-    if program.graphs is None or getattr(program.training, "graph", None) is not program.graphs.training:
+    if program.graphs is None or not isinstance(program.training, GraphCall):
         return program
-    graph = copy.deepcopy(program.graphs.training)
+    graph = copy.deepcopy(program.training.graph)
     for node in graph.graph.nodes:
         node.target = _BATCHABLE.get(node.target, node.target) if node.op == "call_function" else node.target
     graph.recompile()
@@ -227,12 +229,31 @@ def _attention(
     return scores.softmax(-1) @ value
 
 
+def _select_scatter(value: Tensor, source: Tensor, axis: int, index: int) -> Tensor:
+    """`select_scatter`; under vmap, PyTorch 2.13 gives its source a wrong gradient."""
+    size = value.shape[axis]
+    places = torch.arange(size, device=value.device) == index % size
+    places = places.reshape([size if n == axis % value.dim() else 1 for n in range(value.dim())])
+    return torch.where(places, source.unsqueeze(axis), value)
+
+
 def _size(value: Tensor, axis: int) -> int:
     return value.shape[axis]
 
 
+def _decomposed(target: Any) -> Any:
+    def run(*args: Any) -> Any:
+        return target.decompose(*args)
+
+    return run
+
+
+_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+
 _BATCHABLE: dict[Any, Any] = {
+    **{recurrent: _decomposed(recurrent) for recurrent in _RECURRENT},  # into cells, which vmap batches
     aten.sym_size.int: _size,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten.select_scatter.default: _select_scatter,
     aten.scaled_dot_product_attention.default: _attention,
 }

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mycelia.engine import _torch
 from mycelia.engine.errors import CaptureError, ConfigError
 from mycelia.engine.program import Program
 from mycelia.engine.transforms.value_and_grad import Gradients, value_and_grad
@@ -22,8 +22,8 @@ def peak_memory(program: Program, batch_size: int) -> int:
     Counts parameters, buffers, frozen tensors and the batch (held throughout), then each tensor of the
     forward and backward pass from where it is made to its last reader, views once with their base; gradients,
     losses, outputs and new buffers stay to the end. Not counted: what kernels use inside themselves
-    (unfolded columns of a convolution, packed weights), an allocator's rounding, the optimiser's state. A
-    compiled plan fuses operators and needs less.
+    (unfolded columns of a convolution, packed weights, an LSTM's workspace, which is several times its
+    result), an allocator's rounding, the optimiser's state. A compiled plan fuses operators and needs less.
 
     Args:
         program: with a graph and an `example` (what `capture` and `Program.load` give).
@@ -38,7 +38,10 @@ def peak_memory(program: Program, batch_size: int) -> int:
     program.graph("peak_memory")
     if program.example is None:
         raise CaptureError(
-            "the Program has no example", rule="its shapes are needed", fix="capture it here", who="peak_memory"
+            "the Program has no example",
+            rule="its shapes are needed",
+            fix="capture it here",
+            who="peak_memory",
         )
     graph = _trace(program, batch_size).graph
     held = sum(_bytes(tensor) for tensor in program.frozen.values())
@@ -52,13 +55,11 @@ def _trace(program: Program, batch_size: int) -> fx.GraphModule:
         params, buffers, inputs, targets, seed = args
         return run(params, buffers, inputs, targets, seed=seed)
 
-    inputs, targets = (
-        torch.empty((batch_size, *part.shape[1:]), dtype=part.dtype, device="meta")
-        for part in program.example or ()
-    )
     params, buffers = program.init()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        batch = [torch.empty(part.shape, dtype=part.dtype) for part in (inputs, targets)]
+    with _torch.fake_mode() as mode:
+        batch = [
+            torch.empty((batch_size, *part.shape[1:]), dtype=part.dtype) for part in program.example or ()
+        ]
         fake = [{n: mode.from_tensor(t) for n, t in part.items()} for part in (params, buffers)]
         seed = torch.empty((), dtype=torch.int64)
     try:
@@ -105,7 +106,7 @@ def _storages(node: fx.Node) -> list[tuple[int, int]]:
     value = node.meta.get("val")
     parts = value if isinstance(value, (tuple, list)) else [value]
     tensors = [part for part in parts if isinstance(part, Tensor)]
-    return [(part.untyped_storage()._cdata, part.untyped_storage().nbytes()) for part in tensors]
+    return [(_torch.storage(part), part.untyped_storage().nbytes()) for part in tensors]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -72,9 +72,8 @@ def _to_bf16(graph: fx.Graph, kept: int) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node not in model or not _floating(node):
             continue
-        if node.target in _PRODUCTS:
-            _narrow(graph, node, narrow)
-        elif node.target in _EXACT and node.args[0] in narrow and _is_widened(node.args[0]):
+        exact = node.target in _EXACT and node.args[0] in narrow and _is_widened(node.args[0])
+        if exact or node.target in _PRODUCTS:
             _narrow(graph, node, narrow)
 
 

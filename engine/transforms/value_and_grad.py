@@ -39,7 +39,9 @@ class GradFn(Protocol):
 
     def __call__(
         self, params: Tensors, buffers: Tensors, inputs: Tensor, targets: Tensor, *, seed: int | Tensor = 0
-    ) -> Gradients: ...
+    ) -> Gradients:
+        """One forward and backward pass."""
+        ...
 
 
 def value_and_grad(program: Program) -> GradFn:

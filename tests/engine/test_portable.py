@@ -17,7 +17,7 @@ from tests.engine.zoo import ZOO
 
 
 def sent(program: Program) -> Program:
-    found: Program = pickle.loads(pickle.dumps(program))
+    found: Program = pickle.loads(pickle.dumps(program))  # noqa: S301 - what multiprocessing does
     return found
 
 
@@ -67,7 +67,9 @@ def test_a_later_version_of_the_parameters_is_what_it_runs_on() -> None:
     params, buffers = program.init()
     params = {name: tensor * 2 for name, tensor in params.items()}
     inputs, _ = ZOO["mlp"].batch(3)
-    assert torch.equal(sent(program).predict(params, buffers, inputs), program.predict(params, buffers, inputs))
+    assert torch.equal(
+        sent(program).predict(params, buffers, inputs), program.predict(params, buffers, inputs)
+    )
 
 
 def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

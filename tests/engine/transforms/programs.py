@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 QUICK = ("mlp", "lenet", "attention", "dropout", "dictionary", "in-place", "frozen-trunk", "unused")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def program_of(name: str) -> Program:
     case = ZOO[name]
     return capture(case.module(), case.loss, case.batch(3))

@@ -16,7 +16,9 @@ from mycelia.engine.types import Tensors
 from tests.engine.transforms.programs import close, models, program_of
 from tests.engine.zoo import ZOO
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:There is a performance drop because we have not yet implemented"
+)
 
 # torch.func.vmap has no batching rule for these
 NO_RULE = ("cond", "while", "scan")
