@@ -4,8 +4,10 @@
 
 Prints one JSON object. `results.<model>` holds seconds per round by system (the first round and evaluation
 left out), `ratio` (mycelia / floor, and each peer / mycelia; the peer's best setting), `accuracy` and
-`startup` seconds by system. `floor` is eager autograd and an in-place update with nothing around them, on one
-thread, divided by the cores. Peers live in an environment of their own, made on the first call.
+`startup` seconds by system. `flwr` is Flower with one node per client of the population; `flwr_slots` has
+only as many nodes as a round needs, each acting for whichever client its message names, which is faster.
+`floor` is eager autograd and an in-place update with nothing around them, on one thread, divided by the
+cores. Peers live in an environment of their own, made on the first call.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ sys.path.insert(0, str(HERE / "peers"))
 
 import environment  # noqa: E402
 
-SYSTEMS = ("floor", "mycelia", "loop", "pfl_2", "pfl_1", "flwr")
+SYSTEMS = ("floor", "mycelia", "loop", "pfl_2", "pfl_1", "flwr", "flwr_slots")
 
 
 def command(system: str, peers: Path, cores: int) -> list[str]:
@@ -38,6 +40,10 @@ def command(system: str, peers: Path, cores: int) -> list[str]:
         "pfl_1": [str(peers), str(scripts / "pfl_sim.py"), "--processes", "1"],
         "pfl_2": [str(peers), str(scripts / "pfl_sim.py"), "--processes", "2"],
         "flwr": [str(peers), str(scripts / "flower.py"), "--processes", str(cores)],
+        "flwr_slots": [
+            *(str(peers), str(scripts / "flower.py"), "--processes", str(cores)),
+            *("--supernodes", "50"),
+        ],
     }[system]
 
 
@@ -69,7 +75,12 @@ def measure(
     }
     ours = result["mycelia"]
     ratio = {"floor": ours / result["floor"]}
-    for name, members in (("flwr", ("flwr",)), ("pfl", ("pfl_1", "pfl_2")), ("loop", ("loop",))):
+    for name, members in (
+        ("flwr", ("flwr",)),
+        ("flwr_slots", ("flwr_slots",)),
+        ("pfl", ("pfl_1", "pfl_2")),
+        ("loop", ("loop",)),
+    ):
         known = [result[member] for member in members if member in result]
         if known:
             ratio[name] = min(known) / ours

@@ -16,12 +16,14 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from hashlib import file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
 
+from mycelia.engine import structure
 from mycelia.engine.errors import CaptureError, ConfigError, DataError
 from mycelia.engine.exported import TAIL, from_graph, order, quiet, to_graph
 from mycelia.engine.schema import Entry, Role, Schema
@@ -29,7 +31,7 @@ from mycelia.engine.verify import verify
 
 __all__ = ["VERSION", "check_pt2", "read", "write"]
 
-VERSION = 1
+VERSION: Literal[1] = 1
 _MODES = ("training", "evaluation")
 _FILES = ("tensors.safetensors", *(f"{mode}.pt2" for mode in _MODES))
 
@@ -62,18 +64,18 @@ def write(
             exported = from_graph(graph, schema, initial, example)
             with quiet():
                 torch.export.save(exported, folder / f"{mode}.pt2")
-        content = {
-            "format": "mycelia-program",
-            "version": VERSION,
-            "torch": str(torch.__version__),
-            "schema": [entry.to_json() for entry in schema],
-            "schema_sha256": schema.sha256,
-            "outputs": graphs[0].meta["outputs"],
-            "note": list(note),
-            "example": [_kind(part) for part in example],
-            "sha256": {name: _digest(folder / name) for name in _FILES},
-        }
-        (folder / "program.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+        content = _Content(
+            format="mycelia-program",
+            version=VERSION,
+            torch=str(torch.__version__),
+            entries=[entry.to_json() for entry in schema],
+            schema_sha256=schema.sha256,
+            outputs=graphs[0].meta["outputs"],
+            note=list(note),
+            example=[_Kind.of(part) for part in example],
+            sha256={name: _digest(folder / name) for name in _FILES},
+        )
+        (folder / "program.json").write_text(content.model_dump_json(indent=1), encoding="utf-8")
         if path.exists():
             path.rmdir()
         folder.rename(path)
@@ -81,30 +83,45 @@ def write(
 
 def read(path: Path) -> Parts:
     """Read the parts of a Program; nothing in the folder is trusted before it is checked."""
-    content = _json(path)
+    content = _content(path)
     for name in _FILES:
         if not (path / name).is_file():
             raise DataError(f"{path / name} is missing", rule=f"a Program is {', '.join(_FILES)}", who="load")
-        if _digest(path / name) != content["sha256"][name]:
+        if _digest(path / name) != content.sha256[name]:
             raise DataError(
                 f"{path / name} is not the file that was saved",
                 rule="its SHA-256 stands in program.json",
                 fix="copy the whole folder again",
                 who="load",
             )
-    schema = Schema(tuple(Entry.from_json(row) for row in content["schema"]))
-    if schema.sha256 != content["schema_sha256"]:
+    schema = Schema(tuple(Entry.from_json(row) for row in content.entries))
+    if schema.sha256 != content.schema_sha256:
         raise DataError(f"{path}: the schema is not the one that was saved", rule="its SHA-256", who="load")
     # copied out of the file's mapping: how memory is aligned decides the last bits of a sum
     initial = {name: tensor.clone() for name, tensor in load_file(path / _FILES[0]).items()}
     schema.check(initial, *Role, who=str(path / _FILES[0]))
     graphs = []
     for mode in _MODES:
-        graph = _graph(path / f"{mode}.pt2", schema, initial, content["torch"])
-        graph.meta["outputs"] = content["outputs"]
+        graph = _graph(path / f"{mode}.pt2", schema, initial, content.torch)
+        _check_outputs(path, content.outputs, graph, schema)
+        graph.meta["outputs"] = content.outputs
         graphs.append(graph)
-    example = tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in content["example"])
-    return schema, initial, graphs[0], graphs[1], (example[0], example[1]), tuple(content["note"])
+    example = content.example[0].zeros(), content.example[1].zeros()
+    return schema, initial, graphs[0], graphs[1], example, tuple(content.note)
+
+
+def _check_outputs(path: Path, template: Any, graph: fx.GraphModule, schema: Schema) -> None:
+    results: Any = graph.graph.output_node().args[0]
+    tensors = len(results) - 1 - len(schema.of(Role.BUFFER, Role.COUNTER))
+    try:
+        structure.unflatten(template, range(tensors))
+        found = structure.count(template)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}/program.json: outputs cannot be read: {error}", who="load") from error
+    if found != tensors:
+        raise DataError(
+            f"{path}/program.json: outputs of {found} tensors, the graph has {tensors}", who="load"
+        )
 
 
 def _graph(path: Path, schema: Schema, initial: dict[str, Tensor], written_by: str) -> fx.GraphModule:
@@ -128,37 +145,59 @@ def _graph(path: Path, schema: Schema, initial: dict[str, Tensor], written_by: s
     return graph
 
 
-def _json(path: Path) -> dict[str, Any]:
+class _Kind(BaseModel):
+    """Shape and dtype of a tensor."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    shape: list[int]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Kind:
+        return cls(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+    def zeros(self) -> Tensor:
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise DataError(f"{self.dtype!r} is no dtype", who="load")
+        return torch.zeros(self.shape, dtype=dtype)
+
+
+class _Content(BaseModel):
+    """What program.json holds."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    format: Literal["mycelia-program"]
+    version: Literal[1]
+    torch: str
+    entries: list[list[Any]]
+    schema_sha256: str
+    outputs: dict[str, Any]
+    note: list[str]
+    example: list[_Kind] = Field(min_length=2, max_length=2)
+    sha256: dict[str, str]
+
+
+def _content(path: Path) -> _Content:
     try:
-        content: Any = json.loads((path / "program.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = _Content.model_validate_json((path / "program.json").read_text(encoding="utf-8"))
+    except OSError as error:
         raise DataError(f"{path} holds no readable program.json: {error}", who="load") from error
-    expected = {
-        "format": str, "version": int, "torch": str, "schema": list, "schema_sha256": str, "outputs": dict,
-        "note": list, "example": list, "sha256": dict,
-    }  # fmt: skip
-    if not isinstance(content, dict) or content.get("format") != "mycelia-program":
-        raise DataError(f"{path} is not a saved Program", rule='"format": "mycelia-program"', who="load")
-    if content.get("version") != VERSION:
+    except ValidationError as error:
+        first = error.errors()[0]
         raise DataError(
-            f"{path} has version {content.get('version')!r}",
-            rule=f"version {VERSION}",
-            fix="save it again",
+            f"{path}/program.json: {'.'.join(map(str, first['loc']))}: {first['msg']}",
+            rule=f"what this release writes, version {VERSION}",
+            fix="capture the model again, or read the folder with the release that wrote it",
             who="load",
-        )
-    if wrong := [key for key, kind in expected.items() if not isinstance(content.get(key), kind)]:
-        raise DataError(f"{path}/program.json: {wrong[0]!r} is missing or of another type", who="load")
-    if set(content["sha256"]) != set(_FILES):
+        ) from error
+    if set(content.sha256) != set(_FILES):
         raise DataError(
-            f"{path}/program.json: hashes of {sorted(content['sha256'])}",
+            f"{path}/program.json: sha256 of {sorted(content.sha256)}",
             rule=f"those of {', '.join(_FILES)}",
             who="load",
         )
     return content
-
-
-def _kind(tensor: Tensor) -> list[object]:
-    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
 
 
 def _digest(path: Path) -> str:

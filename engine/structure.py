@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mycelia.engine.errors import CaptureError
 
-__all__ = ["flatten", "unflatten"]
+__all__ = ["count", "flatten", "unflatten"]
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Any]:
@@ -43,14 +43,24 @@ def flatten(value: Any) -> tuple[list[Tensor], Any]:
     return leaves, template
 
 
+def count(template: Any) -> int:
+    """How many tensors a template places."""
+    ((kind, content),) = template.items()
+    if kind in ("dict", "tuple", "list"):
+        return sum(count(item) for item in (content.values() if kind == "dict" else content))
+    return int(kind == "tensor")
+
+
 def unflatten(template: Any, leaves: Sequence[Any]) -> Any:
     """The inverse of `flatten`; a mapping comes back as a dictionary, a named tuple as a tuple."""
-    (kind, content), *_ = template.items()
+    ((kind, content),) = template.items()
     if kind == "tensor":
         return leaves[content]
     if kind == "dict":
         return {key: unflatten(item, leaves) for key, item in content.items()}
     if kind == "value":
         return content
+    if kind not in ("tuple", "list"):
+        raise ValueError(f"{kind!r} is no part of a template")
     parts = [unflatten(item, leaves) for item in content]
     return tuple(parts) if kind == "tuple" else parts

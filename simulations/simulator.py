@@ -25,6 +25,7 @@ from mycelia.engine.data import Dataset, load
 from mycelia.engine.environment import describe, memory
 from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.engine.events import Listener
+from mycelia.engine.heap import keep_heap
 from mycelia.engine.local import LocalWork
 from mycelia.engine.program import Program
 from mycelia.engine.report.spread import worst_decile
@@ -185,6 +186,7 @@ class _Simulation:
     def go(self, checkpoint: Checkpoint | None) -> SimulationResult:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # parallelism is across clients: two threads are slower on small models
+        keep_heap()  # vectors of the model's size come and go in every merge
         try:
             return self._go(checkpoint)
         except KeyboardInterrupt:
