@@ -2,64 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import linecache
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+import math
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import ExportGraphSignature, OutputKind
 
-from mycelia.engine import structure
 from mycelia.engine.errors import CaptureError, ConfigError
-from mycelia.engine.exported import TAIL, order, quiet, to_graph
-from mycelia.engine.graph import is_library
-from mycelia.engine.program import Graphs, Program, call_of_module, check_replaced, predictor_of_module
+from mycelia.engine.explain import place_of, reason_of
+from mycelia.engine.graph import nested
+from mycelia.engine.program import Graphs, Program, call_of_module, predictor_of_module
 from mycelia.engine.schema import Entry, Role, Schema
-from mycelia.engine.seeding import drive_by_seed
+from mycelia.engine.tracing import Loss, export, lower
+from mycelia.engine.types import Tensors
 
 __all__ = ["capture"]
-
-Loss = Callable[[Any, Tensor], Tensor]
-
-
-class _Seen:
-    """What tracing saw of the outputs; apart from the module, whose attributes export restores."""
-
-    outputs: Any = None
-
-
-class _WithLoss(nn.Module):
-    """What is exported: the model and the loss, so that one graph holds both."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-        self.seen = _Seen()
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        before = dict(self.model.named_buffers(remove_duplicate=False))
-        outputs = self.model(inputs)
-        _write_back(self.model, before)
-        leaves, self.seen.outputs = structure.flatten(outputs)
-        return self.loss(outputs, targets), *leaves
-
-
-def _write_back(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """What the model assigned to its buffers is written into them, where export sees it."""
-    for name, old in before.items():
-        path, _, last = name.rpartition(".")
-        owner = model.get_submodule(path)
-        new = getattr(owner, last)
-        if new is not old:
-            check_replaced(name, old, new)
-            old.copy_(new.detach())
-            setattr(owner, last, old)
 
 
 def capture(
@@ -113,13 +70,15 @@ def capture(
             example=(inputs, targets),
         )
     train, evaluate = (
-        _export(copy.deepcopy(model).train(mode), loss, (inputs, targets), dynamic_batch)
+        export(copy.deepcopy(model).train(mode), loss, (inputs, targets), dynamic_batch)
         for mode in (True, False)
     )
-    training = _lower(train, schema, initial, dynamic_batch)
+    training = lower(train, schema, initial, dynamic_batch)
     # most models do the same in both modes
-    evaluation = training if train.same(evaluate) else _lower(evaluate, schema, initial, dynamic_batch)
-    return Program.of_graphs(schema, initial, Graphs(training, evaluation), (inputs, targets))
+    evaluation = training if train.same(evaluate) else lower(evaluate, schema, initial, dynamic_batch)
+    program = Program.of_graphs(schema, initial, Graphs(training, evaluation), (inputs, targets))
+    _check_gradients(program, model, loss)
+    return program
 
 
 def _checked_example(example: tuple[Tensor, Tensor], dynamic: bool) -> tuple[Tensor, Tensor]:
@@ -161,18 +120,25 @@ def _check_model(model: nn.Module, loss: Loss) -> None:
         )
 
 
-def _check_loss(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> None:
+def _losses(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
+    """What the module itself gives; the generators stay as they were."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(model)):
-            losses = loss(model(inputs.clone()), targets.clone())
+        with torch.random.fork_rng(devices=devices):
+            return loss(model(inputs.clone()), targets.clone())
     except Exception as error:
-        where, line = _place(error, model)
+        where, line = place_of(error, model)
         raise CaptureError(
-            f"the model or its loss fails on the example{line}: {_reason(error)}",
+            f"the model or its loss fails on the example{line}: {reason_of(error)}",
             rule="loss(model(inputs), targets) runs",
             fix="check the shapes and dtypes of the example",
             who=where,
         ) from error
+
+
+def _check_loss(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> None:
+    with torch.no_grad():
+        losses = _losses(model, loss, inputs, targets)
     batch = len(inputs)
     if not isinstance(losses, Tensor) or tuple(losses.shape) != (batch,):
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
@@ -183,10 +149,6 @@ def _check_loss(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -
             fix='use reduction="none"' + ("" if reduced else " and average over all axes but the first"),
             who="loss",
         )
-
-
-def _cuda_devices(model: nn.Module) -> list[int]:
-    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
 
 def _schema_of(model: nn.Module) -> tuple[Schema, dict[str, Tensor]]:
@@ -205,175 +167,53 @@ def _schema_of(model: nn.Module) -> tuple[Schema, dict[str, Tensor]]:
     return Schema(tuple(entries)), initial
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """A model and loss as exported, before operators are made functional."""
-
-    model: nn.Module
-    exported: torch.export.ExportedProgram
-    outputs: Any
-
-    def same(self, other: _Traced) -> bool:
-        """Whether both compute the same."""
-        mine, others = self.exported, other.exported
-        return (
-            _code(mine.graph_module) == _code(others.graph_module)
-            and str(mine.graph_signature) == str(others.graph_signature)
-            and self.outputs == other.outputs
-            and mine.constants.keys() == others.constants.keys()
-            and all(_equal(value, others.constants[name]) for name, value in mine.constants.items())
-        )
-
-
-def _code(module: nn.Module) -> list[str]:
-    return [part.code for part in module.modules() if isinstance(part, fx.GraphModule)]
-
-
-def _equal(one: Any, two: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(two, Tensor):
-        return one.dtype == two.dtype and torch.equal(one, two)
-    return one is two
+def _check_gradients(program: Program, model: nn.Module, loss: Loss) -> None:
+    """Compare with the module's own autograd on the example: export may lose how a model stops gradients."""
+    if program.graphs is None or program.example is None:
+        return
+    training, evaluation = program.graphs
+    for mode, graph in ((True, training), (False, evaluation)):
+        if (mode and training is evaluation) or not _comparable(graph):
+            continue
+        mine, theirs = _gradients(program, copy.deepcopy(model).train(mode), loss)
+        # relative to the largest gradient: some are zero but for rounding
+        largest = max((float(grad.norm()) for grad in theirs.values()), default=0.0)
+        for name, grad in theirs.items():
+            tolerance = min(0.1, 10 * math.sqrt(torch.finfo(grad.dtype).eps))
+            if float((mine[name] - grad).norm()) > tolerance * largest:  # never true of what is not finite
+                raise CaptureError(
+                    f"the exported graph gives {name!r} another gradient than the module itself",
+                    rule="export keeps detach() and torch.no_grad(); it loses hooks, inference_mode and the "
+                    "backward of a torch.autograd.Function",
+                    fix="register the custom backward with torch.library, or capture with backend='eager'",
+                    who=name,
+                )
 
 
-def _export(model: nn.Module, loss: Loss, example: tuple[Tensor, Tensor], dynamic: bool) -> _Traced:
-    wrapper = _WithLoss(model, loss)
-    batch = torch.export.Dim("batch") if dynamic else None
-    shapes = ({0: batch}, {0: batch}) if dynamic else None
-    args = (example[0].clone(), example[1].clone())  # the model may write into its input
-    with _explained(model):
-        exported = torch.export.export(wrapper, args, dynamic_shapes=shapes, strict=False)
-    return _Traced(model, exported, wrapper.seen.outputs)
+def _comparable(graph: fx.GraphModule) -> bool:
+    """Whether a second pass is sure to be the same, and cheap: nothing random, no control flow."""
+    seed = graph.graph.find_nodes(op="placeholder", target="seed")[0]
+    return not seed.users and not nested(graph.graph)
 
 
-@contextlib.contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
-    """Export in silence, its errors as ours."""
-    try:
-        with quiet():
-            yield
-    except CaptureError:
-        raise
-    except Exception as error:
-        where, line = _place(error, model)
-        raise CaptureError(
-            f"the model cannot be exported{line}: {_reason(error)}",
-            rule="torch.export traces the model with a symbolic batch size and without values",
-            fix="use torch.cond for branches on values, avoid .item() and Python loops over the batch, "
-            "or capture with backend='eager'",
-            who=where,
-        ) from error
+def _gradients(program: Program, model: nn.Module, loss: Loss) -> tuple[Tensors, Tensors]:
+    """Of the summed loss of the example, by the Program and by the module in the mode it is in."""
+    if program.example is None:
+        return {}, {}
+    inputs, targets = program.example
+    params, buffers = program.init()
+    own = dict(model.named_parameters())
+    leaves = {name: tensor.requires_grad_() for name, tensor in params.items()}
+    with torch.enable_grad():
+        found = program.forward(leaves, buffers, inputs, targets, training=model.training).losses
+        expected = _losses(model, loss, inputs, targets)
+    return _derived(found, leaves), _derived(expected, {name: own[name] for name in leaves})
 
 
-def _lower(traced: _Traced, schema: Schema, initial: dict[str, Tensor], dynamic: bool) -> fx.GraphModule:
-    """The graph of one mode, with arguments and results as `Graphs` says."""
-    with _explained(traced.model):
-        # an empty table functionalises and keeps linear, conv2d, lstm, ... whole
-        exported = traced.exported.run_decompositions({})
-    signature = exported.graph_signature
-    module = to_graph(
-        exported,
-        _names(signature, traced.model),
-        schema,
-        initial,
-        lambda values, holders: _results(values, signature, schema, holders),
+def _derived(losses: Tensor, leaves: Tensors) -> Tensors:
+    if not losses.requires_grad or not leaves:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    grads = torch.autograd.grad(
+        losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
     )
-    module.meta["outputs"] = traced.outputs
-    _check_losses(module, dynamic)
-    inputs, _, seed, first = module.graph.find_nodes(op="placeholder")[-len(TAIL) :]
-    drive_by_seed(module.graph, seed, first, inputs.meta["val"].shape[0])
-    module.graph.eliminate_dead_code()
-    module.graph.lint()
-    module.recompile()
-    return module
-
-
-def _names(signature: ExportGraphSignature, model: nn.Module) -> dict[str, str]:
-    """What export's placeholders stand for; a tied tensor goes by its first name."""
-    first: dict[int, str] = {}
-    for name, tensor in _named_tensors(model):
-        first.setdefault(id(tensor), name)
-    known = {f"model.{name}": first[id(tensor)] for name, tensor in _named_tensors(model)}
-    names = dict(zip(map(str, signature.user_inputs), TAIL, strict=False))
-    for table in (signature.inputs_to_parameters, signature.inputs_to_buffers):
-        names |= {holder: known[target] for holder, target in table.items() if target in known}
-    return names
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All names, those of tied tensors too, in the order of the schema."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _results(
-    found: Sequence[Any], signature: ExportGraphSignature, schema: Schema, holders: Mapping[str, fx.Node]
-) -> tuple[Any, ...]:
-    """Losses, outputs, then every buffer and counter: as it is after the pass, or as it came."""
-    returned: list[Any] = []
-    updates: dict[str, Any] = {}
-    updatable = {entry.name for entry in schema.of(Role.BUFFER, Role.COUNTER)}
-    for spec, value in zip(signature.output_specs, found, strict=True):
-        name = (spec.target or "").removeprefix("model.")
-        if spec.kind is OutputKind.USER_OUTPUT:
-            returned.append(value)
-        elif spec.kind is OutputKind.BUFFER_MUTATION and name in updatable:
-            updates[name] = value
-        elif spec.kind is not OutputKind.USER_INPUT_MUTATION:  # the caller's batch is never changed
-            raise CaptureError(
-                f"the forward pass changes {name or spec.kind.name!r}",
-                rule="a pass may change float buffers and integer counters, nothing else",
-                fix="register it as a float or integer buffer, or change it outside forward",
-                who=name,
-            )
-    return (*returned, *(updates.get(name, holders[name]) for name in order(schema) if name in updatable))
-
-
-def _check_losses(module: fx.GraphModule, dynamic: bool) -> None:
-    losses: Any = module.graph.output_node().args[0]
-    value = losses[0].meta["val"]
-    if value.dim() != 1 or (dynamic and not isinstance(value.shape[0], torch.SymInt)):
-        raise CaptureError(
-            f"the loss gives shape {tuple(value.shape)} whatever the batch",
-            rule="loss(outputs, targets) -> Tensor[B], one loss per example",
-            fix="use targets.shape[0] in place of a fixed number",
-            who="loss",
-        )
-
-
-def _place(error: Exception, model: nn.Module) -> tuple[str, str]:
-    """The innermost module in which an error was raised, and the last line of user code."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    where, line = type(model).__name__, ""
-    for frame, number in _frames(error):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in paths:
-            where = f"{paths[id(owner)] or 'model'} ({type(owner).__name__})"
-        if not is_library(frame.f_code.co_filename):
-            text = linecache.getline(frame.f_code.co_filename, number).strip()
-            line = f" at {frame.f_code.co_filename}:{number}: {text}"
-    return where, line
-
-
-def _reason(error: Exception) -> str:
-    """What PyTorch said, in one line that names the operator where that can be known."""
-    lines = [part.strip() for part in str(error).splitlines() if part.strip()]
-    first = lines[0] if lines else type(error).__name__
-    if isinstance(error, SyntaxError) and error.text:  # an operator whose overload is a Python keyword
-        return f"{first}: {error.text.strip()}"
-    if (fixed := re.search(r"to be a constant \((\d+)\)", str(error))) is not None:
-        return f"a loop over the batch, or a test of its size, fixes that to {fixed[1]}"
-    if first.startswith("Constraints violated") and len(lines) > 1:
-        return lines[1].removeprefix("- ")
-    if "data-dependent" in first:
-        return f"Python needs the value of a tensor (operator aten.item): {first}"
-    return first
-
-
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """The frames of an error from outside in, those of its causes after its own."""
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
-    if error.__cause__ is not None:
-        yield from _frames(error.__cause__)
+    return dict(zip(leaves, grads, strict=True))

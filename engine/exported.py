@@ -21,10 +21,11 @@ from mycelia.engine.errors import CaptureError
 from mycelia.engine.graph import Writer, fake_mode, rebuild, size, source_line, value_of
 from mycelia.engine.schema import Role, Schema
 
-__all__ = ["TAIL", "from_graph", "order", "quiet", "to_graph"]
+__all__ = ["TAIL", "from_graph", "keep_no_grad", "order", "quiet", "to_graph"]
 
 aten = torch.ops.aten
 
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _END = 2**63 - 1  # where a slice without an end ends
 
 TAIL = ("inputs", "targets", "seed", "first")
@@ -56,6 +57,51 @@ def order(schema: Schema) -> list[str]:
     """Names of the schema's tensors in the order of a graph's arguments."""
     groups = ((Role.PARAMETER,), (Role.BUFFER, Role.COUNTER), (Role.FROZEN,))
     return [entry.name for group in groups for entry in schema.of(*group)]
+
+
+def keep_no_grad(exported: ExportedProgram) -> None:
+    """Detach, in place, what is computed under `torch.no_grad()`; `run_decompositions` forgets that it was.
+
+    Raises:
+        CaptureError: a change in place, under `no_grad`, of a tensor that has a gradient.
+    """
+    for part in exported.graph_module.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        for node in part.graph.find_nodes(op="call_function", target=_SET_GRAD):
+            enabled, body = node.args[:2]
+            if not enabled and isinstance(body, fx.Node):
+                inner = part.get_submodule(str(body.target))
+                if isinstance(inner, fx.GraphModule):
+                    _check_in_place(inner.graph, node)
+                    _detach_results(inner)
+
+
+def _detach_results(module: fx.GraphModule) -> None:
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+        for node in output.all_input_nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and value.is_floating_point():
+                detached = module.graph.call_function(aten.detach.default, (node,))
+                detached.meta = dict(node.meta)
+                output.replace_input_with(node, detached)
+    module.recompile()
+
+
+def _check_in_place(body: fx.Graph, call: fx.Node) -> None:
+    given = dict(zip(body.find_nodes(op="placeholder"), call.args[2:], strict=True))
+    for node in body.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        changed = given.get(node.all_input_nodes[0])
+        if isinstance(changed, fx.Node) and changed.op != "placeholder":
+            raise CaptureError(
+                f"{node.target} changes a tensor in place under torch.no_grad()",
+                rule="the gradient of such a change cannot be exported",
+                fix="compute a new tensor",
+                who=source_line(node),
+            )
 
 
 def to_graph(
@@ -149,6 +195,8 @@ def _tidy(graph: fx.Graph, inputs: fx.Node, targets: fx.Node) -> None:
                 node.args = (inputs, 0)  # prediction has no targets
         elif node.target is aten.cross_entropy_loss.default:
             node.meta["val"] = value_of(node, fake_mode(graph))  # torch 2.13 records a 0-d value for "none"
+        elif node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)  # of dtype and device, which a graph fixes anyway
         elif node.target is aten.copy.default:
             _assign(graph, node)
         elif node.target is aten.slice.Tensor and node.args[2:] == (0, _END):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -18,6 +19,9 @@ import torch
 from mycelia.engine.errors import ConfigError, DataError
 
 __all__ = ["FixedPoint"]
+
+Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[float, float]]
+"""Adds round((new - old) * scale) to the totals; gives the smallest and the largest difference."""
 
 _Floats = npt.NDArray[np.floating]
 _Integers = npt.NDArray[np.int64]
@@ -132,7 +136,12 @@ class FixedPoint:
         self._add(self._integers(accumulator, values), self._floats(values), None, weight)
 
     def add_difference_(
-        self, accumulator: torch.Tensor, new: torch.Tensor, old: torch.Tensor, weight: float
+        self,
+        accumulator: torch.Tensor,
+        new: torch.Tensor,
+        old: torch.Tensor,
+        weight: float,
+        fused: Fused | None = None,
     ) -> None:
         """Like `add_` for `new - old`, without a tensor of that size.
 
@@ -143,6 +152,7 @@ class FixedPoint:
             new: floating point [d].
             old: floating point [d], dtype of `new`.
             weight: in (0, max_weight].
+            fused: a compiled form for float32 vectors of this size, which gives the same bits faster.
 
         Raises:
             DataError: as for `add_`, with the bounds on the difference.
@@ -153,6 +163,12 @@ class FixedPoint:
                 rule="both have the same dtype and shape",
                 who=self.what,
             )
+        if fused is not None and 0 < weight <= self.max_weight:
+            scale = math.ldexp(weight, self.exponent)
+            low, high = fused(accumulator, new, old, scale)
+            if -self.max_abs <= low and high <= self.max_abs:  # a NaN fails every comparison
+                return
+            fused(accumulator, new, old, -scale)  # takes every bit back; what follows says what is wrong
         with np.errstate(invalid="ignore", over="ignore"):  # refused below, with a better message
             self._add(self._integers(accumulator, new), self._floats(new), self._floats(old), weight)
 

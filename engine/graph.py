@@ -69,6 +69,7 @@ def rebuild(module: fx.GraphModule | torch.nn.Module, graph: fx.Graph) -> fx.Gra
     return new
 
 
+_TORCH = f"/{os.path.basename(os.path.dirname(os.path.dirname(torch.__file__)))}/torch/"
 _ORIGIN: tuple[str, ...] = ("stack_trace", "nn_module_stack")
 
 
@@ -144,9 +145,7 @@ def source_line(node: fx.Node) -> str:
 def is_library(place: str) -> bool:
     """Whether a stack frame belongs to PyTorch or to capture itself, not to the user's code."""
     path = place.replace(os.sep, "/")
-    return (
-        "/torch/" in path or "/engine/capture.py" in path or "<eval_with_key>" in path or "<string>" in path
-    )
+    return any(part in path for part in (_TORCH, "/engine/tracing.py", "<eval_with_key>", "<string>"))
 
 
 def show(module: fx.GraphModule) -> str:

@@ -357,6 +357,7 @@ def _predictor(evaluation: fx.GraphModule, schema: Schema) -> GraphPredictor:
 
 def call_of_module(module: nn.Module, loss: Callable[[Any, Tensor], Tensor]) -> Call:
     """The forward pass of a module as it is; randomness is seeded on PyTorch's own generator."""
+    masks = [name for name, _ in module.named_buffers()]
 
     def call(
         p: Tensors,
@@ -368,7 +369,9 @@ def call_of_module(module: nn.Module, loss: Callable[[Any, Tensor], Tensor]) -> 
         first: int | Tensor = 0,
         /,
     ) -> Forward:
-        tensors = {**p, **{name: tensor.clone() for name, tensor in b.items()}, **f}
+        fixed = {name: f[name] for name in masks if name in f}
+        own = {name: tensor.clone() for name, tensor in (b | fixed).items()}
+        tensors = {**p, **f, **own}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((int(seed) + 0x9E3779B97F4A7C15 * int(first)) % 2**63)
             # a buffer that the module replaces comes back in the dictionary, one changed in place does too
@@ -376,9 +379,21 @@ def call_of_module(module: nn.Module, loss: Callable[[Any, Tensor], Tensor]) -> 
             losses = loss(outputs, targets)
         for name, old in b.items():
             check_replaced(name, old, tensors[name])
+        if changed := [name for name, old in fixed.items() if not torch.equal(tensors[name], old)]:
+            raise changed_fixed(changed[0])
         return Forward(losses, outputs, {name: tensors[name].detach() for name in b})
 
     return call
+
+
+def changed_fixed(name: str) -> CaptureError:
+    """The error for a pass that changes a parameter or a frozen tensor."""
+    return CaptureError(
+        f"the forward pass changes {name!r}",
+        rule="a pass may change float buffers and integer counters, nothing else",
+        fix="register it as a float or integer buffer, or change it outside forward",
+        who=name,
+    )
 
 
 def check_replaced(name: str, old: Tensor, new: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mycelia.engine.errors import ConfigError, DataError
-from mycelia.engine.fixedpoint import FixedPoint
+from mycelia.engine.fixedpoint import FixedPoint, Fused
 
 __all__ = ["ExactSum", "SumFormat", "Term", "TermSpec", "Total", "Update"]
 
@@ -132,12 +132,15 @@ class ExactSum:
     Args:
         form: the terms and their formats.
         accumulator: int64 [form.size] of zeros; made here when not given.
+        fused: a compiled form for the differences of the term `params`, see `FixedPoint.add_difference_`.
 
     Raises:
         ConfigError: the accumulator has another dtype or shape.
     """
 
-    def __init__(self, form: SumFormat, accumulator: Tensor | None = None) -> None:
+    def __init__(
+        self, form: SumFormat, accumulator: Tensor | None = None, fused: Fused | None = None
+    ) -> None:
         self.form = form
         self.accumulator = torch.zeros(form.size, dtype=torch.int64) if accumulator is None else accumulator
         if self.accumulator.dtype is not torch.int64 or self.accumulator.shape != (form.size,):
@@ -147,6 +150,7 @@ class ExactSum:
                 who="exact sum",
             )
         self.count = 0
+        self._fused = fused
         self._parts = {
             name: (self.accumulator[part], self.accumulator[part.stop : part.stop + 1])
             for name, part in form.slices().items()
@@ -188,7 +192,7 @@ class ExactSum:
         if minus is None:
             fixed.add_(entries, values, weight)
         else:
-            fixed.add_difference_(entries, values, minus, weight)
+            fixed.add_difference_(entries, values, minus, weight, self._fused if name == "params" else None)
         self.form.weights.add_(total, sign, weight)
 
     @staticmethod

@@ -80,7 +80,7 @@ def _check(node: fx.Node, *, nested: bool) -> None:
         raise _wrong(node, f"{target} changes its argument", "a graph is functional")
     if is_random(node):
         raise _wrong(node, f"{target} draws random numbers", "randomness is driven by the seed")
-    if "val" not in node.meta and not nested:
+    if "val" not in node.meta and node.users and not nested:
         raise _wrong(node, f"{target} carries no value", "each node carries its value on fake tensors")
 
 

@@ -36,6 +36,7 @@ from mycelia.engine.transforms.compile import (
     Plan,
     choose_plan,
     example_batch,
+    package_adder,
     package_of,
     tune,
 )
@@ -316,6 +317,7 @@ class _Simulation:
                 max_cohort=min(cohort + carried, max(_POISSON_CHUNK, self.cohort)),
                 batch_shape=batch_shape,
                 package=package,
+                adder=_adder(program, algorithm) if package else None,
             )
             if scenario.backend.name == "inline":
                 backend: Backend = Inline(task)
@@ -556,3 +558,11 @@ class _Simulation:
             )
         )
         return spread
+
+
+def _adder(program: Program, algorithm: Algorithm) -> Path | None:
+    """The compiled sum of the parameters' deltas, where they are float32 and the algorithm sends them."""
+    float32 = program.flatten(program.init()[0]).dtype == torch.float32
+    specs = algorithm.terms(program)
+    fits = "params" in specs and specs["params"].size == program.dimension
+    return package_adder(program.dimension) if float32 and fits and program.dimension > 1 else None

@@ -41,11 +41,13 @@ from mycelia.engine.types import Tensors
 __all__ = [
     "PLANS",
     "WORTH_COMPILING",
+    "Adder",
     "Plan",
     "PlannedStep",
     "choose_plan",
     "compile_step",
     "example_batch",
+    "package_adder",
     "package_of",
     "package_step",
     "trace_step",
@@ -230,6 +232,46 @@ def package_step(
     seed = torch.zeros((), dtype=torch.int64)
     graph = trace_step(step, params, buffers, inputs, targets, seed, extra)
     args = [t.clone() for t in (*params.values(), *buffers.values(), inputs, targets, seed, *extra.values())]
+    return _packaged(graph, args, cache)
+
+
+def package_adder(dimension: int, cache: Path | None = None) -> Path:
+    """The compiled package of `Adder` for float32 vectors of one dimension, from the cache or made now."""
+
+    def add(total: Tensor, new: Tensor, old: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        difference = new - old
+        total.copy_(total + torch.round(difference.double() * scale).to(torch.int64))
+        return difference.amin(), difference.amax()
+
+    vector = torch.zeros(dimension)
+    args = [
+        torch.zeros(dimension, dtype=torch.int64),
+        vector,
+        vector.clone(),
+        torch.ones((), dtype=torch.float64),
+    ]
+    graph: fx.GraphModule = make_fx(add)(*args)
+    return _packaged(graph, args, cache)
+
+
+class Adder:
+    """Adds round((new - old) * scale), half to even, to int64 totals in one pass over memory.
+
+    The same bits as the block-wise form of `FixedPoint`, which checks what this returns: the smallest and the
+    largest difference, NaN where there is one.
+    """
+
+    def __init__(self, package: Path) -> None:
+        self._run = _torch.load_package(package)
+
+    def __call__(self, total: Tensor, new: Tensor, old: Tensor, scale: float) -> tuple[float, float]:
+        """Add in place; the smallest and the largest difference."""
+        low, high = self._run([total, new, old, torch.tensor(scale, dtype=torch.float64)])[-2:]
+        return low.item(), high.item()
+
+
+def _packaged(graph: fx.GraphModule, args: list[Tensor], cache: Path | None) -> Path:
+    """The compiled package of a graph."""
     folder = cache if cache is not None else _default_cache()
     path = folder / f"{_key(graph, args)}.pt2"
     if not _loads(path):

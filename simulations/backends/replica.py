@@ -20,6 +20,7 @@ from mycelia.engine.local import ClientData, LocalTrainer, LocalWork
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.program import Program
 from mycelia.engine.sums import ExactSum, SumFormat
+from mycelia.engine.transforms.compile import Adder
 from mycelia.simulations.backends.base import Failure
 from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.partition import Partition
@@ -46,6 +47,7 @@ class Task:
         max_cohort: most clients in one call.
         batch_shape: shape of the inputs of a full batch, None where there is none.
         package: the compiled step of a full batch, None for the other plans.
+        adder: the compiled sum of float32 parameters, None for the other plans.
     """
 
     program: Program
@@ -60,6 +62,7 @@ class Task:
     max_cohort: int
     batch_shape: tuple[int, ...] | None = None
     package: Path | None = None
+    adder: Path | None = None
 
 
 class Replica:
@@ -77,7 +80,7 @@ class Replica:
         self.test_set = Examples.open(task.folder / "test")
         self.partition = Partition.open(task.folder / "partition")
         self.program = task.program
-        self.sum = ExactSum(task.form, accumulator)
+        self.sum = ExactSum(task.form, accumulator, Adder(task.adder) if task.adder else None)
         self.store = ClientStore(task.states)
         self.trainer = LocalTrainer(
             self.program,

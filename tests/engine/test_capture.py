@@ -356,6 +356,119 @@ def test_inputs_may_have_other_strides_than_the_example() -> None:
     torch.testing.assert_close(program.predict(*program.init(), inputs), model(inputs))
 
 
+# --- gradients that a model stops
+
+
+class Stops(nn.Module):
+    """A product of a linear map and of a second one that a function of the test's computes."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.function(self, x)
+
+
+def under_no_grad(module: Stops, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = module.linear(x)
+        return y * y
+
+
+@torch.no_grad()
+def decorated(module: Stops, x: Tensor) -> Tensor:
+    return module.linear(x).exp()
+
+
+def enabled_inside(module: Stops, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        stopped = module.linear(x)
+        with torch.enable_grad():
+            kept = module.linear(x).sin()
+    return stopped * kept
+
+
+def straight_through(module: Stops, x: Tensor) -> Tensor:
+    y = module.linear(x)
+    return y + (y.sign() - y).detach()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda module, x: module.linear(x).detach(), under_no_grad, decorated, enabled_inside, straight_through],
+    ids=["detach", "no_grad", "decorated", "enable_grad", "straight-through"],
+)
+def test_stopped_gradients_stay_stopped(function: Any) -> None:
+    module, inputs = Stops(function).double(), torch.randn(5, 4, dtype=torch.float64)
+    program = capture(module, lambda o, t: o.sum(1), (inputs, torch.zeros(5)))
+    module(inputs).sum().backward()
+    params, buffers = program.init()
+    leaves = {name: tensor.requires_grad_() for name, tensor in params.items()}
+    losses = program.losses(leaves, buffers, (inputs, torch.zeros(5)))
+    grads = torch.autograd.grad(losses.sum(), list(leaves.values()))
+    for grad, parameter in zip(grads, module.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad)
+
+
+@pytest.mark.parametrize(
+    "make", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm]
+)
+def test_parametrised_layers_equal_the_module(make: Any) -> None:
+    """Spectral normalisation stops gradients and updates its buffers (Miyato et al. 2018)."""
+    case = Case(
+        "parametrised", lambda: nn.Sequential(make(nn.Linear(12, 6)), nn.Tanh(), nn.Linear(6, 4)), (12,)
+    )
+    program = capture(case.module(), case.loss, case.batch(2))
+    for training in (True, False):
+        assert_equal_to_module(program, case, case.module(), 5, training)
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def inference(module: Stops, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y = module.linear(x)
+    return y.clone()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda module, x: Sign.apply(module.linear(x)),
+        lambda module, x: Sign.apply(module.linear(x)) if module.training else module.linear(x),
+        inference,
+    ],
+    ids=["autograd.Function", "in training only", "inference_mode"],
+)
+def test_gradients_that_export_loses_are_refused(function: Any) -> None:
+    with pytest.raises(CaptureError, match=r"another gradient than the module itself") as caught:
+        capture(Stops(function), per_example, EXAMPLE)
+    assert caught.value.who == "linear.weight"
+    assert "torch.library" in caught.value.fix
+
+
+def test_a_change_in_place_under_no_grad_is_refused() -> None:
+    def function(module: Stops, x: Tensor) -> Tensor:
+        y = module.linear(x)
+        with torch.no_grad():
+            y.mul_(2)
+        return y
+
+    with pytest.raises(CaptureError, match=r"aten\.mul_\.Tensor changes a tensor in place under") as caught:
+        capture(Stops(function), per_example, EXAMPLE)
+    assert "test_capture.py" in caught.value.who
+
+
 # --- shapes of outputs and batches
 
 
@@ -644,6 +757,13 @@ class Changes(nn.Module):
 def test_a_pass_that_changes_a_mask_or_a_parameter_is_refused(what: str) -> None:
     with pytest.raises(CaptureError, match=f"changes {what!r}"):
         capture(Changes(what), per_example, EXAMPLE)
+
+
+def test_the_eager_backend_refuses_a_changed_mask_when_it_runs() -> None:
+    program = capture(Changes("seen"), per_example, EXAMPLE, backend="eager")
+    with pytest.raises(CaptureError, match="changes 'seen'"):
+        program.losses(*program.init(), EXAMPLE)
+    assert not program.frozen["seen"].any(), "and the Program stays as it was"
 
 
 def test_hidden_running_statistics_are_refused() -> None:

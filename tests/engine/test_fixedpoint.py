@@ -3,6 +3,7 @@
 import copy
 import threading
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mycelia.engine._torch import compiler
 from mycelia.engine.errors import ConfigError, DataError
 from mycelia.engine.fixedpoint import FixedPoint
+from mycelia.engine.transforms.compile import Adder, package_adder
 
 SIZES = [0, 1, 8, 9, 1000, 16383, 16384, 16385, 50001]
 
@@ -251,3 +254,24 @@ def test_a_cohort_that_leaves_too_little_precision_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sum of 100000000 contributions .* leaves 36 bits") as error:
         FixedPoint.plan(1.0, 100.0, 100_000_000, "update")
     assert "at most 4194304" in error.value.fix
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+def test_the_compiled_form_gives_the_same_bits_and_takes_bad_values_back(tmp_path: Path) -> None:
+    size = 5000
+    fused = Adder(package_adder(size, tmp_path))
+    fixed = FixedPoint.plan(max_abs=1024.0, max_weight=50.0, cohort=50, what="update")
+    draw = torch.Generator().manual_seed(0)
+    plain, quick = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    for magnitude in (1e-6, 1.0, 300.0):
+        new, old = (magnitude * torch.randn(size, generator=draw) for _ in range(2))
+        for weight in (1.0, 37.0, 0.3):
+            fixed.add_difference_(plain, new, old, weight)
+            fixed.add_difference_(quick, new, old, weight, fused)
+            assert torch.equal(plain, quick)
+    for value in (torch.nan, torch.inf, -torch.inf, 1025.0, -3000.0):
+        bad = torch.zeros(size)
+        bad[4321] = value
+        with pytest.raises(DataError, match="4321"):
+            fixed.add_difference_(quick, bad, torch.zeros(size), 2.0, fused)
+        assert torch.equal(plain, quick)
