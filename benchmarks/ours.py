@@ -1,4 +1,8 @@
-"""Workload S1 on Mycelia: the same command line and the same JSON object as the scripts in `peers/`."""
+"""Workload S1 on Mycelia: the same command line and the same JSON object as the scripts in `peers/`.
+
+Initial weights and cohorts are those of the peers, so that accuracies can be compared round for round; the
+order of a client's batches is Mycelia's own.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,35 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
 
 from mycelia.simulations import Scenario, SimulationResult, simulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+
+import workload
+
+
+def initial(model: str, initial_seed: int) -> nn.Module:
+    """The peers' model with the peers' initial weights."""
+    return workload.build_model(model, initial_seed)
+
+
+def cohort(ids: Any, k: int, *, round: int, seed: int, weights: Any, available: Any) -> Any:
+    """The peers' cohort of a round."""
+    del weights, available
+    return np.array(workload.draw_cohort(seed, round, len(ids), k))
 
 
 def scenario(model: str, rounds: int, seed: int, workers: int, plan: str) -> Scenario:
     """1,000 clients of 50 images in file order, cohort 50, one epoch of batch 10, equal weights."""
     return Scenario.model_validate(
         {
-            "model": model,
+            "model": {"name": "ours:initial", "model": model, "initial_seed": seed},
+            "selector": "ours:cohort",
             "data": "fashion-mnist",
             "algorithm": {"name": "fedavg", "weighting": "uniform"},
             "rounds": rounds,

@@ -40,7 +40,8 @@ def checkpointed(run: Path) -> bool:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_sigkill_and_resume(tmp_path: Path, kills: int) -> None:
     expected = finished([*settings(2), "--out", str(tmp_path / "whole")])
     moments = random.Random(kills)
@@ -61,6 +62,7 @@ def test_sigkill_and_resume(tmp_path: Path, kills: int) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(900)
 def test_ctrl_c_saves_and_exits_130(tmp_path: Path) -> None:
     expected = finished([*settings(2), "--out", str(tmp_path / "whole")])
     out = tmp_path / "stopped"
