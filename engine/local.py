@@ -85,9 +85,7 @@ class ClientData:
     def tensors(self, order: npt.NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
         """The client's inputs and targets, copied, in the given order."""
         rows = self.indices if order is None else self.indices[order]
-        # plain views of a memory map: its subclass costs more than the copy
-        inputs, targets = np.asarray(self.inputs), np.asarray(self.targets)
-        return torch.from_numpy(inputs[rows]), torch.from_numpy(targets[rows])
+        return torch.from_numpy(self.inputs[rows]), torch.from_numpy(self.targets[rows])
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,9 @@ class Replica:
 
     def __init__(self, task: Task, accumulator: Tensor | None = None, program: Program | None = None) -> None:
         self.task = task
-        self.train_set = Examples.open(task.folder / "train")
+        # plain views of the maps: each access to NumPy's subclass costs more than copying a client's rows
+        mapped = Examples.open(task.folder / "train")
+        self.train_set = Examples(np.asarray(mapped.inputs), np.asarray(mapped.targets))
         self.test_set = Examples.open(task.folder / "test")
         self.partition = Partition.open(task.folder / "partition")
         self.program = task.program
