@@ -69,7 +69,7 @@ class UpdateConfig(Strict):
     """Bounds on one update: the exact sum is planned for them, and a client beyond them is refused."""
 
     max_abs: Annotated[float, Field(gt=0)] = 1024.0
-    """Largest magnitude of one coordinate."""
+    """Largest magnitude of one coordinate of the parameters' delta."""
     max_weight: Annotated[float, Field(ge=0)] = 0.0
     """Largest weight; 0: the largest client's number of examples, where that is known beforehand."""
 

@@ -142,7 +142,10 @@ Effect = Configure | Accept | Reject | Persist | Merge | Evaluate | Finish | Abo
 
 _ADVICE: Mapping[AbortReason, tuple[str, str]] = {
     "below_quorum": ("a round needs its quorum of updates", "lower round.quorum, or raise round.over_select"),
-    "no_survivors": ("a round needs at least one update", "raise round.budget_s, or look at the causes"),
+    "no_survivors": (
+        "a round needs at least one update",
+        "look at the causes; for late clients raise round.budget_s",
+    ),
     "all_failed": ("a round in which every client fails is a failed round", "look at the causes"),
     "zero_weight": ("weights are finite, positive and at most update.max_weight", "look at the causes"),
     "budget_over": ("a round ends within round.budget_s", "raise round.budget_s"),

@@ -62,6 +62,9 @@ def run_command(command: Command, arguments: Sequence[str] | None = None) -> int
     except BrokenPipeError:  # the reader, such as `head`, has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:  # a full disk, a path that cannot be: the system's word, and no defect
+        note(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""), "error")
+        return FAILED
     except Exception as error:
         return _failed(error)
     return code if isinstance(code, int) else 0

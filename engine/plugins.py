@@ -7,13 +7,15 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
-from mycelia.engine.errors import ConfigError
+from mycelia.engine.errors import ConfigError, MyceliaError
 
-__all__ = ["check_options", "import_extra", "is_reference", "nearest", "resolve"]
+__all__ = ["check_options", "import_extra", "is_reference", "nearest", "resolve", "user_code"]
 
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -137,3 +139,15 @@ def _describe(found: object) -> str:
     name = getattr(found, "__name__", type(found).__name__)
     file = getattr(found, "__file__", None)
     return f"{name} ({file})" if file else name
+
+
+@contextmanager
+def user_code(who: str) -> Iterator[None]:
+    """What a user's own code raises becomes a MyceliaError that names it and keeps the traceback."""
+    try:
+        yield
+    except MyceliaError:
+        raise
+    except Exception as error:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        raise MyceliaError(f"it raised {type(error).__name__}: {error}\n{trace}", who=who) from error

@@ -18,7 +18,8 @@ from mycelia.aggregator.rounds import Round, candidates_for
 from mycelia.aggregator.selectors import Selector
 from mycelia.aggregator.updates import Expected, UpdateMeta
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
-from mycelia.engine.errors import MyceliaError
+from mycelia.engine.errors import ConfigError, MyceliaError
+from mycelia.engine.plugins import user_code
 from mycelia.engine.program import Program
 from mycelia.simulations.backends import Backend, Failure
 from mycelia.simulations.behaviour import Behaviour
@@ -208,15 +209,17 @@ class Federation:
     def _select(self, number: int) -> tuple[list[int], int]:
         """The candidates and how many updates are wanted."""
         reachable = None if self.behaviour.ideal else self._reachable(number)
-        drawn = self.selector.select(
-            range(self.partition.clients),
-            candidates_for(self.cohort, self.config) if self.selector.fixed_size else self.cohort,
-            round=number,
-            seed=self.seed,
-            weights=self._sizes,
-            available=reachable,
-        )
-        candidates = [int(client) for client in drawn]
+        wanted = candidates_for(self.cohort, self.config) if self.selector.fixed_size else self.cohort
+        with user_code("selector"):
+            drawn = self.selector.select(
+                range(self.partition.clients),
+                wanted,
+                round=number,
+                seed=self.seed,
+                weights=self._sizes,
+                available=reachable,
+            )
+        candidates = _checked(drawn, self.partition.clients, wanted if self.selector.fixed_size else None)
         return candidates, self.cohort if self.selector.fixed_size else len(candidates)
 
     def _reachable(self, number: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
@@ -265,6 +268,8 @@ class Federation:
         """Train those whose updates will be the next to arrive, as many as the round still needs.
 
         Nothing trained here can be left over: each either fails or is among the first that the round takes.
+        Where a client that vanishes is asked again or replaced, the newcomer could overtake those behind it,
+        so the look ahead ends there.
         """
         if not collected.replan:
             return
@@ -272,8 +277,9 @@ class Federation:
         needed = round.needed
         wanted: dict[int, list[tuple[int, int]]] = {number: [], number - 1: []}
         ahead = [entry for entry in collected.queue if entry[1] == _END]
+        known_until = self._known_until(round, ahead, collected)
         for moment, _, _, client, attempt, trained_on in sorted(ahead):
-            if needed == 0 or moment >= round.train_deadline:
+            if needed == 0 or moment >= round.train_deadline or moment > known_until:
                 break
             if collected.fates[client, attempt].stage != 0:
                 continue
@@ -293,16 +299,31 @@ class Federation:
             for failure in outcomes.failures:
                 collected.failures[pairs[failure.position][0]] = failure
 
+    def _known_until(
+        self, round: Round, ahead: list[tuple[float, int, int, int, int, int]], collected: _Collected
+    ) -> float:
+        """Until when nobody new can arrive."""
+        if self.config.on_failure not in ("retry", "replace"):
+            return math.inf
+        moments = [math.inf]
+        for moment, _, _, client, attempt, _ in ahead:
+            stage = collected.fates[client, attempt].stage
+            if stage:
+                moments.append(round.configure_deadline if stage == _TOO_SLOW else moment)
+        return min(moments)
+
     def _next_event(self, round: Round, number: int, collected: _Collected) -> list[Effect]:
         """Feed the machine what happens next on the simulated clock."""
         if not collected.queue or collected.queue[0][0] >= round.deadline:
             self.now_s = round.deadline
+            collected.replan = True
             return round.tick(self.now_s)
         moment, kind, _, client, attempt, trained_on = heapq.heappop(collected.queue)
         self.now_s = max(self.now_s, moment)
         if kind == _READY:
             return round.ready([client], self.now_s)
         fate = collected.fates[client, attempt]
+        collected.replan |= fate.stage != 0
         if fate.stage == _TOO_SLOW:
             return []  # given up at the deadline, by the machine itself
         if fate.stage:
@@ -329,13 +350,40 @@ class Federation:
             return round.merged(self.now_s)
         if not all(weight > 0 for weight in total.weights.values()):
             return round.merge_failed("the weights sum to zero", self.now_s, reason="zero_weight")
-        state = self.algorithm.merge(self.program, self.state, total)
+        with user_code(f"algorithm {self.algorithm.name}"):
+            state = self.algorithm.merge(self.program, self.state, total)
+        if not isinstance(state, ServerState):
+            raise ConfigError(
+                f"merge returned a {type(state).__name__}",
+                rule="merge returns a ServerState",
+                who=f"algorithm {self.algorithm.name}",
+            )
         if name := _not_finite(state):
             return round.merge_failed(
                 f"{name} of the merged model holds NaN or infinity; lower the learning rates", self.now_s
             )
         self.state = state
         return round.merged(self.now_s)
+
+
+def _checked(drawn: Any, clients: int, most: int | None) -> list[int]:
+    """A selector's answer as ids."""
+    found = np.asarray(drawn)
+    if found.size == 0 and found.ndim == 1:
+        return []
+    wrong = ""
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        wrong = f"an array of {found.dtype} with {found.ndim} axes"
+    elif found.min() < 0 or found.max() >= clients:
+        wrong = f"the id {int(found.min()) if found.min() < 0 else int(found.max())}"
+    elif len(np.unique(found)) < len(found):
+        wrong = "an id twice"
+    elif most is not None and len(found) > most:
+        wrong = f"{len(found)} ids"
+    if wrong:
+        rule = f"distinct integer ids in [0, {clients})" + (f", at most {most}" if most is not None else "")
+        raise ConfigError(f"the selector returned {wrong}", rule=rule, who="selector")
+    return [int(client) for client in found]
 
 
 def _not_finite(state: ServerState) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from mycelia.engine.capture import capture
 from mycelia.engine.data import Dataset
+from mycelia.engine.errors import ConfigError
 from mycelia.engine.losses import get
 from mycelia.engine.models import build
 from mycelia.engine.program import Program
@@ -52,4 +53,22 @@ class Recipe:
     def __call__(self) -> Program:
         """Build the model and capture it."""
         model = build(self.model, self.input_shape, self.classes, seed=self.seed, **self.options)
-        return capture(model, get(self.loss), self.example)
+        program = capture(model, get(self.loss), self.example)
+        self._check_outputs(program)
+        return program
+
+    def _check_outputs(self, program: Program) -> None:
+        """One class per output: a label beyond the outputs would only be met in training."""
+        params, buffers = program.init()
+        with torch.no_grad():
+            outputs = program.predict(params, buffers, self.example[0])
+        if self.classes is None or not isinstance(outputs, torch.Tensor) or outputs.dim() != 2:
+            return
+        binary = self.classes == 2 and outputs.shape[1] == 1
+        if outputs.shape[1] < self.classes and not binary:
+            raise ConfigError(
+                f"the model has {outputs.shape[1]} outputs and the data {self.classes} classes",
+                rule="one output per class",
+                fix="build the model with the data's number of classes",
+                who=f"model {self.model}",
+            )

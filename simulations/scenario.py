@@ -59,7 +59,7 @@ class BackendConfig(Named):
     model_config = ConfigDict(extra="forbid")
 
     name: Literal["inline", "workers", "batched", "ray", "flower"]
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Processes; 0: one per core."""
 
     def conflicts(self) -> Iterable[tuple[str, str]]:

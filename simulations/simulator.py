@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.engine.events import Listener
 from mycelia.engine.heap import keep_heap
 from mycelia.engine.local import LocalWork
+from mycelia.engine.plugins import user_code
 from mycelia.engine.program import Program
 from mycelia.engine.report.spread import worst_decile
 from mycelia.engine.run import Run
 from mycelia.engine.schema import model_sha256
-from mycelia.engine.sums import SumFormat
+from mycelia.engine.sums import SumFormat, TermSpec
 from mycelia.engine.transforms.compile import (
     Plan,
     choose_plan,
@@ -164,6 +165,14 @@ def resume(path: Path, *, listeners: Sequence[Listener] = ()) -> SimulationResul
             who=str(path),
         )
     scenario = load_config(Scenario, opened.path / "config.toml", [])
+    was, now = dict(started.config), scenario.model_dump(mode="json")
+    if changed := sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key)):
+        raise ConfigError(
+            f"config.toml differs in {', '.join(changed)} from what the run began with",
+            rule="a resumed run keeps its settings, so that its record stays true",
+            fix="put them back, or start a new run",
+            who=str(path),
+        )
     with Run.resume(path, listeners=listeners) as run:
         return _Simulation(scenario, run).go(run.load_checkpoint())
 
@@ -204,9 +213,12 @@ class _Simulation:
 
     def _go(self, checkpoint: Checkpoint | None) -> SimulationResult:
         scenario = self.scenario
-        dataset = load(scenario.data.name, **scenario.data.options)
-        algorithm = build_algorithm(scenario.algorithm.name, **scenario.algorithm.options)
-        partition = scenario.populate(dataset.train).partition
+        with user_code(f"data {scenario.data.name}"):
+            dataset = load(scenario.data.name, **scenario.data.options)
+        with user_code(f"algorithm {scenario.algorithm.name}"):
+            algorithm = build_algorithm(scenario.algorithm.name, **scenario.algorithm.options)
+        with user_code(f"partition {scenario.partition.name}"):
+            partition = scenario.populate(dataset.train).partition
         if algorithm.pooled:
             partition = pool(partition)
         self.cohort = 1 if algorithm.pooled else scenario.cohort
@@ -215,7 +227,8 @@ class _Simulation:
         algorithm = algorithm.bind(population=partition.clients)
         local = scenario.local
         work = algorithm.work(LocalWork(local.epochs, local.steps, local.batch_size, local.lr))
-        program = recipe()
+        with user_code(f"model {scenario.model.name}"):
+            program = recipe()
         sizes = partition.sizes()
         meta: Mapping[str, Any] = checkpoint.meta if checkpoint else {}
         fixed = work.batch_size if 0 < work.batch_size <= int(sizes.max()) else 0
@@ -297,7 +310,9 @@ class _Simulation:
         # Under Poisson a round may, however unlikely, draw everybody: the sum is planned for that
         cohort = asked_for(self.cohort, scenario.round) if fixed else partition.clients
         carried = cohort if scenario.round.stragglers == "next_round" else 0
-        form = SumFormat.plan(algorithm.terms(program), self._max_weight(partition.sizes()), cohort + carried)
+        form = SumFormat.plan(
+            self._terms(algorithm, program), self._max_weight(partition.sizes()), cohort + carried
+        )
         arrays = (dataset.train.inputs, dataset.train.targets, dataset.test.inputs, dataset.test.targets)
         folder = shared_folder(sum(array.nbytes for array in arrays), self.run.path)
         try:
@@ -333,6 +348,14 @@ class _Simulation:
                 yield backend
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _terms(self, algorithm: Algorithm, program: Program) -> dict[str, TermSpec]:
+        """The algorithm's terms, with the configured bound on the parameters' deltas."""
+        with user_code(f"algorithm {algorithm.name}"):
+            specs = dict(algorithm.terms(program))
+        if "params" in specs:
+            specs["params"] = replace(specs["params"], max_abs=self.scenario.update.max_abs)
+        return specs
 
     def _max_weight(self, sizes: np.ndarray[Any, Any]) -> float:
         return self.scenario.update.max_weight or float(max(1, int(sizes.max())))
@@ -435,7 +458,9 @@ class _Simulation:
         self.failed += 1
         self.failed_in_a_row += 1
         error = aborted.error()
-        if self.failed_in_a_row >= self.scenario.round.max_failed_rounds:
+        # a run in which no round succeeds has not finished, however few they were
+        hopeless = self.failed == self.number == self.scenario.rounds
+        if hopeless or self.failed_in_a_row >= self.scenario.round.max_failed_rounds:
             raise error
         self.run.log(events.WarningRaised(message=str(error), who=f"round {self.number}"))
 

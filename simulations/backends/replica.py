@@ -15,11 +15,11 @@ from torch import Tensor
 from mycelia.engine._torch import version
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
 from mycelia.engine.data import Examples
-from mycelia.engine.errors import DataError, MyceliaError
+from mycelia.engine.errors import ConfigError, DataError, MyceliaError
 from mycelia.engine.local import ClientData, LocalTrainer, LocalWork
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.program import Program
-from mycelia.engine.sums import ExactSum, SumFormat
+from mycelia.engine.sums import ExactSum, SumFormat, Update
 from mycelia.engine.transforms.compile import Adder
 from mycelia.simulations.backends.base import Failure
 from mycelia.simulations.client_store import ClientStore
@@ -104,6 +104,12 @@ class Replica:
             data = self._data(client)
             state = self.store.get(client, message.round) if algorithm.stateful else None
             update, new_state = algorithm.local(self.trainer, message, data, state)
+            if not isinstance(update, Update):
+                raise ConfigError(
+                    f"local returned a {type(update).__name__}",
+                    rule="local returns (Update, state)",
+                    who=f"algorithm {algorithm.name}",
+                )
         except MyceliaError as error:
             return Failure(-1, False, str(error), error.fix)
         except Exception:

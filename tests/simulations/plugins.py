@@ -6,8 +6,9 @@ import math
 import os
 import signal
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -95,3 +96,57 @@ def unexportable(input_shape: tuple[int, ...], classes: int) -> nn.Module:
 
     del input_shape
     return Branching()
+
+
+def few(input_shape: tuple[int, ...]) -> nn.Module:
+    """A model with two outputs, whatever the classes."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), 2))
+
+
+def broken(input_shape: tuple[int, ...]) -> nn.Module:
+    """A factory that raises."""
+    raise RuntimeError(f"no such layer for {input_shape}")
+
+
+def fractions(ids: Any, k: int, *, round: int, seed: int, weights: Any, available: Any) -> Any:
+    """A selector of halves."""
+    del ids, round, seed, weights, available
+    return np.arange(k) + 0.5
+
+
+def twice(ids: Any, k: int, *, round: int, seed: int, weights: Any, available: Any) -> Any:
+    """A selector that names one client again and again."""
+    del ids, round, seed, weights, available
+    return np.zeros(k, dtype=np.int64)
+
+
+def beyond(ids: Any, k: int, *, round: int, seed: int, weights: Any, available: Any) -> Any:
+    """A selector of clients that do not exist."""
+    del round, seed, weights, available
+    return np.arange(k) + len(ids)
+
+
+def angry(ids: Any, k: int, *, round: int, seed: int, weights: Any, available: Any) -> Any:
+    """A selector that raises."""
+    raise KeyError("nobody")
+
+
+class Pair(FedAvg):
+    """An algorithm whose client half returns something else."""
+
+    name: ClassVar[str] = "pair"
+
+    def local(self, *arguments: Any) -> Any:
+        """Not an update."""
+        del arguments
+        return (1, 2)
+
+
+class Nothing(FedAvg):
+    """An algorithm whose server half returns nothing."""
+
+    name: ClassVar[str] = "nothing"
+
+    def merge(self, *arguments: Any) -> Any:
+        """Not a state."""
+        del arguments

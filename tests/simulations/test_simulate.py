@@ -265,3 +265,50 @@ def test_an_aborted_round_leaves_no_state_at_clients(tmp_path: Path) -> None:
     settings["round"] = {"quorum": 0.9, "max_failed_rounds": 100}
     run(tmp_path, behaviour={"dropout": 0.5}, **settings)
     assert list((tmp_path / "run" / "clients").glob("*/*.safetensors")) == []
+
+
+@pytest.mark.parametrize("policy", ["drop", "retry", "replace"])
+@pytest.mark.parametrize("stragglers", ["discard", "next_round"])
+def test_vanishing_clients_under_every_policy(tmp_path: Path, policy: str, stragglers: str) -> None:
+    settings: dict[str, Any] = {
+        "rounds": 6,
+        "behaviour": {"dropout": 0.2, "speed": {"steps_per_s": 10.0, "sigma": 1.0}, "stragglers": 0.2},
+        "round": {"over_select": 2.0, "on_failure": policy, "quorum": 0.3, "stragglers": stragglers},
+    }
+    found = run(tmp_path, **settings)
+    accepted = [o for _, o in outcomes(tmp_path / "run") if o.status == "accepted"]
+    rounds = [event for event in Run.open(tmp_path / "run").events({"round"})]
+    assert sum(event.counts["survivors"] for event in rounds) == len(accepted)  # type: ignore[attr-defined]
+    assert found.failed_rounds < 6
+    again = run(tmp_path, "again", backend={"name": "workers", "workers": 2}, **settings)
+    assert again.model_sha256 == found.model_sha256
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"selector": f"{PLUGINS}:fractions"}, "float64"),
+        ({"selector": f"{PLUGINS}:twice"}, "an id twice"),
+        ({"selector": f"{PLUGINS}:beyond"}, "the id 24"),
+        ({"selector": f"{PLUGINS}:angry"}, "KeyError"),
+        ({"algorithm": f"{PLUGINS}:Pair"}, "local returned a int|not enough|all failed"),
+        ({"algorithm": f"{PLUGINS}:Nothing"}, "merge returned a NoneType"),
+        ({"model": f"{PLUGINS}:few"}, "2 outputs and the data 10 classes"),
+        ({"model": f"{PLUGINS}:broken"}, "no such layer"),
+        ({"update": {"max_abs": 1e-30}}, "all failed|no_survivors|rejected"),
+        ({"behaviour": {"dropout": 1.0}}, "no survivors"),
+    ],
+)
+def test_wrong_code_and_hopeless_settings_are_named(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(MyceliaError, match=words):
+        run(tmp_path, **changes)
+
+
+def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
+    run(tmp_path)
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace("\nrounds = 3", "\nrounds = 4"))
+    with pytest.raises(ConfigError, match=r"config\.toml differs in rounds from"):
+        resume(tmp_path / "run")
