@@ -247,12 +247,13 @@ def _serve(worker: int, pipe: Connection, counter: Any, task: Task, shared: _Sha
                 return
             message = _message(tensors, shared, command[1])
             pipe.send(("done", _answer(command, replica, message, tensors, counter, parent)))
-    except (EOFError, KeyboardInterrupt):
+    except (EOFError, ConnectionError, KeyboardInterrupt):
         return  # the parent has gone
     except BaseException as error:
         known = isinstance(error, MyceliaError)
         told = error if known else MyceliaError(traceback.format_exc(), who=f"worker {worker}")
-        pipe.send(("error", told))
+        with suppress(OSError):  # the parent may have gone meanwhile
+            pipe.send(("error", told))
 
 
 def _answer(

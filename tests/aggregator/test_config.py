@@ -58,7 +58,7 @@ def test_a_block_that_is_not_built_is_refused_and_never_ignored(block: str) -> N
         ("cohort=0", "cohort = 0"),
         ("seed=-1", "seed = -1"),
         ("seed=9223372036854775808", "seed = 9223372036854775808"),
-        ("plan=fast", "plan = 'fast': must be 'default', 'eager' or 'tune'"),
+        ("plan=fast", "plan = 'fast': must be 'default', 'tune', 'eager', 'interpreter' or 'inductor'"),
         ("loss=", "loss = '': must not be empty"),
         ("model=", "model.name = '': must not be empty"),
         ("round.budget_s=19", "round.budget_s = 19"),

@@ -34,6 +34,13 @@ def finished(arguments: list[str]) -> str:
     return str(json.loads(done.stdout)["model_sha256"])
 
 
+# tests that run in the background inherit a deaf ear for Ctrl-C, and Python leaves it so
+HEARING = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from mycelia.cli.main import main; main()"
+)
+
+
 def checkpointed(run: Path) -> bool:
     folder = run / "checkpoints"
     return folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir())
@@ -67,7 +74,8 @@ def test_ctrl_c_saves_and_exits_130(tmp_path: Path) -> None:
     expected = finished([*settings(2), "--out", str(tmp_path / "whole")])
     out = tmp_path / "stopped"
     process = subprocess.Popen(
-        command(*settings(2), "--out", str(out)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", HEARING, "simulate", *settings(2), "--out", str(out)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     while not checkpointed(out) and process.poll() is None:
