@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mycelia.engine.checkpoint import Checkpoint
     from mycelia.engine.types import Tensors
 
-__all__ = ["Run", "is_run"]
+__all__ = ["CHECKPOINTS", "Run", "is_run"]
 
 EVENTS = "events.jsonl"
 CONFIG = "config.toml"

@@ -30,7 +30,7 @@ from mycelia.engine.local import LocalWork
 from mycelia.engine.plugins import user_code
 from mycelia.engine.program import Program
 from mycelia.engine.report.spread import worst_decile
-from mycelia.engine.run import Run
+from mycelia.engine.run import CHECKPOINTS, Run
 from mycelia.engine.schema import model_sha256
 from mycelia.engine.sums import SumFormat, TermSpec
 from mycelia.engine.transforms.compile import (
@@ -189,9 +189,14 @@ class _Simulation:
         self.failed = self.failed_in_a_row = 0
         self.number = 0
         self.plan_name = ""
-        self.started = False
         self.cohort = scenario.cohort
         self.bytes_up = self.bytes_down = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether there is something to go on from."""
+        folder = self.run.path / CHECKPOINTS
+        return folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir())
 
     def go(self, checkpoint: Checkpoint | None) -> SimulationResult:
         threads = torch.get_num_threads()
@@ -256,7 +261,6 @@ class _Simulation:
                 self._save(federation)  # so that even the first round can be interrupted
             else:
                 self._restore(federation, checkpoint)
-            self.started = True
             startup = time.perf_counter() - self.began
             while self.number < scenario.rounds:
                 self._round(federation, backend, sizes)
