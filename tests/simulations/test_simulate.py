@@ -263,7 +263,8 @@ def test_batch_norm_and_a_last_batch_of_one(tmp_path: Path) -> None:
 def test_an_aborted_round_leaves_no_state_at_clients(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"algorithm": f"{PLUGINS}:Counting", "cohort": 20, "rounds": 2}
     settings["round"] = {"quorum": 0.9, "max_failed_rounds": 100}
-    run(tmp_path, behaviour={"dropout": 0.5}, **settings)
+    with pytest.raises(RoundAborted):
+        run(tmp_path, behaviour={"dropout": 0.5}, **settings)
     assert list((tmp_path / "run" / "clients").glob("*/*.safetensors")) == []
 
 

@@ -103,8 +103,8 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
-@cache
 def net_module() -> Net:
+    """Always the same initial values; a new module each time, for tests train it in place."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Net().double()
