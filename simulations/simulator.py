@@ -348,6 +348,8 @@ class _Simulation:
                     workers=scenario.backend.workers,
                     deadline_s=scenario.round.budget_s,
                 )
+            # every process holds its maps by now: without names, a killed run leaves nothing behind
+            shutil.rmtree(folder, ignore_errors=True)
             with backend:
                 yield backend
         finally:

@@ -41,6 +41,11 @@ HEARING = (
 )
 
 
+def left_behind() -> set[str]:
+    memory = Path("/dev/shm")
+    return {entry.name for entry in memory.glob("mycelia-*")} if memory.is_dir() else set()
+
+
 def checkpointed(run: Path) -> bool:
     folder = run / "checkpoints"
     return folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir())
@@ -52,6 +57,7 @@ def checkpointed(run: Path) -> bool:
 def test_sigkill_and_resume(tmp_path: Path, kills: int) -> None:
     expected = finished([*settings(2), "--out", str(tmp_path / "whole")])
     moments = random.Random(kills)
+    before = left_behind()
     for number in range(kills):
         out = tmp_path / f"killed-{number}"
         process = subprocess.Popen(
@@ -65,6 +71,7 @@ def test_sigkill_and_resume(tmp_path: Path, kills: int) -> None:
         time.sleep(moments.uniform(0, 1.0))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        assert left_behind() <= before, "a killed run leaves shared memory behind"
         assert finished(["--resume", str(out)]) == expected, f"kill {number}"
 
 
