@@ -241,13 +241,16 @@ class _Simulation:
         plan, package = self._plan(meta.get("plan"), program, algorithm, work, batch, sizes)
         shape = None if batch is None else tuple(batch[0].shape)
         self.plan_name = plan.name
-        with self._backend(program, algorithm, work, dataset, partition, plan, shape, package) as backend:
+        selector = selectors.build(scenario.selector.name, **scenario.selector.options)
+        with self._backend(
+            program, algorithm, work, dataset, partition, plan, shape, package, selector.fixed_size
+        ) as backend:
             federation = Federation(
                 program=program,
                 algorithm=algorithm,
                 backend=backend,
                 partition=partition,
-                selector=selectors.build(scenario.selector.name, **scenario.selector.options),
+                selector=selector,
                 behaviour=scenario.behaviour,
                 config=scenario.round,
                 cohort=self.cohort,
@@ -263,7 +266,7 @@ class _Simulation:
                 self._restore(federation, checkpoint)
             startup = time.perf_counter() - self.began
             while self.number < scenario.rounds:
-                self._round(federation, backend, sizes)
+                self._round(federation, backend)
             return self._finish(federation, backend, partition, plan, startup)
 
     def _plan(
@@ -308,11 +311,11 @@ class _Simulation:
         plan: Plan,
         batch_shape: tuple[int, ...] | None,
         package: Path | None,
+        fixed_size: bool,
     ) -> Iterator[Backend]:
         scenario = self.scenario
-        fixed = selectors.build(scenario.selector.name, **scenario.selector.options).fixed_size
         # Under Poisson a round may, however unlikely, draw everybody: the sum is planned for that
-        cohort = asked_for(self.cohort, scenario.round) if fixed else partition.clients
+        cohort = asked_for(self.cohort, scenario.round) if fixed_size else partition.clients
         carried = cohort if scenario.round.stragglers == "next_round" else 0
         form = SumFormat.plan(
             self._terms(algorithm, program), self._max_weight(partition.sizes()), cohort + carried
@@ -401,7 +404,7 @@ class _Simulation:
     def _progress(self, done: int, asked: int) -> None:
         self.run.log(events.CohortProgress(round=self.number + 1, done=done, asked=asked))
 
-    def _round(self, federation: Federation, backend: Backend, sizes: np.ndarray[Any, Any]) -> None:
+    def _round(self, federation: Federation, backend: Backend) -> None:
         every, last = self.scenario.evaluation.every, self.number + 1 == self.scenario.rounds
         due = not last and every > 0 and (self.number + 1) % every == 0
         found: dict[str, float] = {}
@@ -414,10 +417,11 @@ class _Simulation:
         self._record(report, federation)
         if found:
             self.run.log(events.Evaluation(metrics=found, round=self.number))
+        used = memory()
         self.run.log(
             events.SystemLoad(
-                memory_bytes=memory().now,
-                peak_memory_bytes=memory().peak,
+                memory_bytes=used.now,
+                peak_memory_bytes=used.peak,
                 workers_memory_bytes=backend.memory_bytes(),
                 round=self.number,
             )
