@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mycelia.cli.options import (
+    DryRunOption,
+    OutOption,
+    PrintConfigOption,
+    ResumeOption,
+    SeedOption,
+    SettingsOption,
+    overrides_of,
+    refuse_with_resume,
+)
 from mycelia.cli.output import INTERRUPTED, Format, FormatOption, note, print_json, print_pairs
 
 if TYPE_CHECKING:
@@ -17,20 +27,12 @@ __all__ = ["command"]
 
 def command(
     config: Annotated[Path | None, typer.Option("--config", help="A TOML file with settings.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("-s", metavar="KEY=VALUE", help="Override a setting; repeatable.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Override the root seed.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The run folder, new or empty.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with an interrupted run.")
-    ] = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved settings and exit.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check settings, data and model, and exit.")
-    ] = False,
+    settings: SettingsOption = None,
+    seed: SeedOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = None,
+    print_config: PrintConfigOption = False,
+    dry_run: DryRunOption = False,
     form: FormatOption = Format.text,
 ) -> int:
     """Train a model centrally.
@@ -43,31 +45,18 @@ def command(
     Example: mycelia train -s model=lenet -s data=fashion-mnist -s epochs=5
     """
     if resume is not None:
-        _alone(
+        refuse_with_resume(
             config=config, settings=settings, seed=seed, out=out, print_config=print_config, dry_run=dry_run
         )
         return _run(None, None, resume, form)
     from mycelia.engine.config import load_config, to_toml
     from mycelia.engine.train_config import TrainConfig
 
-    overrides = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
-    chosen = load_config(TrainConfig, config or {}, overrides)
+    chosen = load_config(TrainConfig, config or {}, overrides_of(settings, seed))
     if print_config:
         print(to_toml(chosen), end="")
         return 0
     return _dry_run(chosen, form) if dry_run else _run(chosen, out, None, form)
-
-
-def _alone(**given: object) -> None:
-    from mycelia.engine.errors import ConfigError
-
-    if names := [name for name, value in given.items() if value not in (None, [], False)]:
-        raise ConfigError(
-            f"--resume together with {', '.join(names)}",
-            rule="a resumed run keeps its own settings and folder",
-            fix="leave them out, or start a new run",
-            who="--resume",
-        )
 
 
 def _run(config: TrainConfig | None, out: Path | None, run: Path | None, form: Format) -> int:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -36,6 +36,7 @@ from mycelia.engine.program import Program
 from mycelia.engine.schema import model_sha256
 from mycelia.engine.step import Adjust, Step, sgd_step
 from mycelia.engine.transforms.layout import layout
+from mycelia.engine.transforms.outer_products import apply_products, defer_products
 from mycelia.engine.types import Tensors
 
 __all__ = [
@@ -99,9 +100,6 @@ def choose_plan(requested: str, steps: int) -> Plan:
     return Plan("inductor", f"{steps} steps planned and {Path(found).name} found")
 
 
-Run = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor, Tensor, Sequence[Tensor]], Tensor]
-
-
 class PlannedStep:
     """A step that updates parameters and buffers in place, in the form a plan gives it.
 
@@ -122,8 +120,11 @@ class PlannedStep:
         self.plan = plan
         self._step = step
         self._shape = None if plan == "eager" else batch_shape
-        self._compiled = None if package is None else _torch.load_package(package)
-        self._traced: fx.GraphModule | None = None
+        self._run: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
+        self._deferred: tuple[int, ...] = ()
+        if package is not None and self._shape is not None:
+            self._run, note = _torch.load_package(package)
+            self._deferred = tuple(int(position) for position in note.split())
 
     def __call__(
         self, params: Tensors, buffers: Tensors, inputs: Tensor, targets: Tensor, seed: Tensor, extra: Tensors
@@ -136,13 +137,24 @@ class PlannedStep:
                     tensor.copy_(new[name])
             return result.loss
         args = [*params.values(), *buffers.values(), inputs, targets, seed, *extra.values()]
-        if self._compiled is not None:
-            return self._compiled(args)[-1]
-        if self._traced is None:
-            self._traced = trace_step(self._step, params, buffers, inputs, targets, seed, extra)
+        if self._run is None:
+            traced = trace_step(self._step, params, buffers, inputs, targets, seed, extra)
+            self._deferred = traced.deferred
+            self._run = lambda args: traced.graph(*args)
         with torch.no_grad():
-            loss: Tensor = self._traced(*args)[-1]
-            return loss
+            outputs = self._run(args)
+            if not self._deferred:
+                return outputs[-1]
+            first = len(outputs) - 2 * len(self._deferred)
+            apply_products([args[position] for position in self._deferred], outputs[first:])
+            return outputs[first - 1]
+
+
+class TracedStep(NamedTuple):
+    """A step as one graph, and the arguments whose update it leaves to `apply_products`."""
+
+    graph: fx.GraphModule
+    deferred: tuple[int, ...]
 
 
 def trace_step(
@@ -153,10 +165,11 @@ def trace_step(
     targets: Tensor,
     seed: Tensor,
     extra: Tensors,
-) -> fx.GraphModule:
+) -> TracedStep:
     """One graph for forward, backward and update that writes parameters and buffers in place.
 
-    Its arguments are the flat list params, buffers, inputs, targets, seed, extra; it returns (loss,).
+    Its arguments are the flat list params, buffers, inputs, targets, seed, extra; it returns the loss and the
+    factors that `defer_products` left.
     """
     names, own, more = list(params), list(buffers), list(extra)
 
@@ -178,14 +191,20 @@ def trace_step(
         return (result.loss,)
 
     args = [t.clone() for t in (*params.values(), *buffers.values(), inputs, targets, seed, *extra.values())]
-    graph: fx.GraphModule = make_fx(flat)(*args)
+    # oneDNN's recurrent layers cannot be traced through their backward; without it they trace to their cells
+    with _torch.without_onednn():
+        graph: fx.GraphModule = make_fx(flat)(*args)
     for node in list(graph.graph.nodes):
         if node.target is torch.ops.aten.detach.default:  # tracing residue; free of meaning without autograd
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
+    deferred: tuple[int, ...] = ()
+    if "lr" in extra:
+        arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        deferred = defer_products(graph.graph, arguments[len(names) + len(own) + 3 + more.index("lr")])
     graph.recompile()
-    return graph
+    return TracedStep(graph, deferred)
 
 
 def compile_step(
@@ -230,9 +249,9 @@ def package_step(
     """The compiled package of any step, from the cache or made now; make the step of `layout(program)`."""
     params, buffers, inputs, targets, extra = example
     seed = torch.zeros((), dtype=torch.int64)
-    graph = trace_step(step, params, buffers, inputs, targets, seed, extra)
+    traced = trace_step(step, params, buffers, inputs, targets, seed, extra)
     args = [t.clone() for t in (*params.values(), *buffers.values(), inputs, targets, seed, *extra.values())]
-    return _packaged(graph, args, cache)
+    return _packaged(traced.graph, args, cache, " ".join(map(str, traced.deferred)))
 
 
 def package_adder(dimension: int, cache: Path | None = None) -> Path:
@@ -262,7 +281,7 @@ class Adder:
     """
 
     def __init__(self, package: Path) -> None:
-        self._run = _torch.load_package(package)
+        self._run, _ = _torch.load_package(package)
 
     def __call__(self, total: Tensor, new: Tensor, old: Tensor, scale: float) -> tuple[float, float]:
         """Add in place; the smallest and the largest difference."""
@@ -270,15 +289,15 @@ class Adder:
         return low.item(), high.item()
 
 
-def _packaged(graph: fx.GraphModule, args: list[Tensor], cache: Path | None) -> Path:
+def _packaged(graph: fx.GraphModule, args: list[Tensor], cache: Path | None, note: str = "") -> Path:
     """The compiled package of a graph."""
     folder = cache if cache is not None else _default_cache()
-    path = folder / f"{_key(graph, args)}.pt2"
+    path = folder / f"{_key(graph, args, note)}.pt2"
     if not _loads(path):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / "step.pt2"
-            _torch.package(graph, args, made)
+            _torch.package(graph, args, made, note)
             made.replace(path)  # atomic: another process sees the whole package or none
     return path
 
@@ -344,9 +363,9 @@ def _default_cache() -> Path:
     return Path(root) / "mycelia" / "plans"
 
 
-def _key(graph: fx.GraphModule, args: Sequence[Tensor]) -> str:
-    """Hash of the graph and its constants, the argument shapes, the versions and the CPU."""
-    digest = hashlib.sha256()
+def _key(graph: fx.GraphModule, args: Sequence[Tensor], note: str) -> str:
+    """Hash of the graph and its constants, the note, the argument shapes, the versions and the CPU."""
+    digest = hashlib.sha256(note.encode())
     for node in graph.graph.nodes:
         digest.update(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}\n".encode())
         if node.op == "get_attr":  # a frozen tensor: the package has its values

@@ -6,7 +6,8 @@ Three rewrites, each the same function up to the order of additions:
   and gradients (both pick the first maximum; where the maximum is not positive both gradients vanish);
 - a 2x2 max-pool becomes three element-wise maxima, which fuse with their neighbours;
 - a convolution with a small kernel volume (input channels x kernel area) becomes one matrix product
-  over unfolded columns: vendor libraries pad such channels to the vector width and waste most of it.
+  over unfolded columns: vendor libraries pad such channels to the vector width and waste most of it. Where
+  such a pool follows and the input needs no gradient, the columns are ordered to suit the pool.
 
 They pay only when the result is fused by Inductor; the interpreter runs the graph as captured.
 """
@@ -100,6 +101,11 @@ def convolve_by_columns(graph: fx.Graph) -> int:
             value, weight, bias, padding = _conv_arguments(node)
             node.target, node.args, node.kwargs = _convolve, (value, weight, bias, padding), {}
             changed += 1
+    for node in list(graph.nodes):  # a pool that alone reads its convolution joins it
+        if node.target is _pool and len(node.args[0].users) == 1:
+            convolution = node.args[0]
+            node.target, node.args = _convolve_pooled, convolution.args
+            graph.erase_node(convolution)
     return changed
 
 
@@ -185,6 +191,50 @@ class _ColumnConvolution(torch.autograd.Function):
         return total.permute(1, 0, 2, 3), grad_weight, grad_bias, None
 
 
+class _PooledColumnConvolution(torch.autograd.Function):
+    """A column convolution and the 2x2 max-pool behind it, for inputs that need no gradient.
+
+    The columns are ordered by position in the pool's window first, so that the four values of a window lie in
+    four contiguous blocks: nothing is interleaved, forward or backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
+        batch, channels, height, width = value.shape
+        out, _, rows, columns = weight.shape
+        high, wide = (height + 2 * padding - rows + 1) // 2, (width + 2 * padding - columns + 1) // 2
+        padded = F.pad(value, (padding,) * 4) if padding else value
+        # every second column, from each start that a kernel column and a window column add up to
+        starts = [padded[..., start : start + 2 * wide - 1 : 2] for start in range(columns + 1)]
+        halves = _realised(torch.stack(starts))
+        per_start, per_example, per_channel, per_row, _ = halves.stride()
+        windows = halves.as_strided(
+            (channels, rows, columns, 2, 2, batch, high, wide),
+            (per_channel, per_row, per_start, per_row, per_start, per_example, 2 * per_row, 1),
+        )
+        unfolded = _realised(windows.contiguous()).view(channels * rows * columns, 4 * batch * high * wide)
+        quarters = (weight.reshape(out, -1) @ unfolded).view(out, 4, -1)
+        a, b, c, d = quarters.unbind(1)
+        result = _realised(torch.maximum(torch.maximum(a, b), torch.maximum(c, d)))
+        first = torch.full_like(result, 3, dtype=torch.int32)
+        for number, part in ((2, c), (1, b), (0, a)):
+            first = torch.where(part == result, number, first)
+        ctx.save_for_backward(unfolded, weight, _realised(first))
+        ctx.has_bias = bias is not None
+        if bias is not None:
+            result = result + bias[:, None]
+        return result.view(out, batch, high, wide).permute(1, 0, 2, 3)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        unfolded, weight, first = ctx.saved_tensors
+        grad = grads[0].permute(1, 0, 2, 3).reshape(first.shape)
+        number = torch.arange(4, dtype=torch.int32, device=grad.device)[:, None]
+        parts = torch.where(first[:, None] == number, grad[:, None], torch.zeros_like(grad)[:, None])
+        parts = parts.flatten(1)
+        return None, (parts @ unfolded.t()).view_as(weight), grad.sum(1) if ctx.has_bias else None, None
+
+
 class _MaximumPool(torch.autograd.Function):
     """2x2 max-pool; the gradient goes to the first maximum in row-major order, as PyTorch's does."""
 
@@ -217,6 +267,13 @@ def _quarters(value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _convolve(value: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
     result: Tensor = _ColumnConvolution.apply(value, weight, bias, padding)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _convolve_pooled(value: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
+    if value.requires_grad:
+        return _pool(_convolve(value, weight, bias, padding))
+    result: Tensor = _PooledColumnConvolution.apply(value, weight, bias, padding)  # type: ignore[no-untyped-call]
     return result
 
 

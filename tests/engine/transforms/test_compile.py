@@ -27,7 +27,9 @@ from mycelia.engine.types import Tensors
 from tests.engine.transforms.programs import close, models
 from tests.engine.zoo import ZOO, Case
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute:UserWarning"
+)
 
 needs_compiler = pytest.mark.skipif(_torch.compiler() is None, reason="no C++ compiler")
 COMPILED = ("mlp", "lenet", "resnet8-batch", "transformer")
@@ -35,8 +37,12 @@ TRACED = tuple(name for name, case in ZOO.items() if not case.flow)
 Example = tuple[Tensors, Tensors, Tensor, Tensor, Tensors]
 
 
+DOUBLE = {"resnet18-batch"}
+"""Deep batch norm on four examples amplifies float32 rounding a thousandfold within five steps."""
+
+
 def single(name: str) -> Case:
-    return dataclasses.replace(ZOO[name], double=False)
+    return dataclasses.replace(ZOO[name], double=name in DOUBLE)
 
 
 @functools.cache
@@ -52,7 +58,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def example_of(name: str, size: int = 4) -> Example:
     params, buffers = program_of(name).init()
-    return params, buffers, *single(name).batch(size), {"lr": torch.tensor(0.05)}
+    return params, buffers, *single(name).batch(size), {"lr": torch.tensor(0.05, dtype=single(name).dtype)}
 
 
 def batches_of(name: str) -> list[tuple[Tensor, Tensor]]:
@@ -138,7 +144,7 @@ def test_a_damaged_package_is_made_again(
     good = package_of(program_of("mlp"), None, example_of("mlp"), cache)
     made: list[Path] = []
 
-    def copied(graph: object, args: object, path: Path) -> None:
+    def copied(graph: object, args: object, path: Path, note: str) -> None:
         path.write_bytes(good.read_bytes())
         made.append(path)
 
@@ -153,7 +159,7 @@ def test_a_damaged_package_is_made_again(
 def test_what_makes_a_package_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another batch shape, another model, another adjustment; compiling and loading are left out."""
     monkeypatch.setattr(_torch, "load_package", lambda path: None)
-    monkeypatch.setattr(_torch, "package", lambda graph, args, path: path.write_bytes(b""))
+    monkeypatch.setattr(_torch, "package", lambda graph, args, path, note: path.write_bytes(b""))
 
     def decayed(grads: Tensors, params: Tensors, extra: Tensors) -> Tensors:
         return {n: g + 0.1 * params[n] for n, g in grads.items()}
@@ -171,7 +177,7 @@ def test_what_makes_a_package_another(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_failed_compilation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(graph: object, args: object, path: Path) -> None:
+    def failing(graph: object, args: object, path: Path, note: str) -> None:
         path.write_bytes(b"half")
         raise RuntimeError("disk full")
 

@@ -115,7 +115,7 @@ def test_pooling(pool: nn.Module, side: int) -> None:
                 1e-12,
             )
     names = calls(new)
-    assert ("_pool" in names) == (side == 8 and _is_half(pool))
+    assert ("_convolve_pooled" in names) == (side == 8 and _is_half(pool))
     pools = [place for place, name in enumerate(names) if "pool" in name]
     assert names[pools[0] + 1].startswith("relu")
 
@@ -125,6 +125,33 @@ def _is_half(pool: nn.Module) -> bool:
         value if isinstance(value, tuple) else (value, value) for value in (pool.kernel_size, pool.stride)
     ]
     return pair == [(2, 2), (2, 2)] and pool.padding == 0 and not pool.ceil_mode
+
+
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize(
+    ("kernel", "padding", "shape"),
+    [(3, 0, (3, 10, 14)), (3, 1, (1, 8, 12)), (5, 2, (2, 12, 8)), (1, 0, (3, 8, 4)),
+     ((3, 5), 0, (2, 10, 12))],
+    ids=str,
+)  # fmt: skip
+def test_a_pool_joins_the_convolution_it_alone_reads(
+    kernel: int | tuple[int, int], padding: int, shape: tuple[int, ...], size: int
+) -> None:
+    """Behind the input, which needs no gradient, and again behind a layer, whose output needs one."""
+    plain = program(
+        nn.Sequential(
+            nn.Conv2d(shape[0], 4, kernel, padding=padding), nn.MaxPool2d(2), nn.Conv2d(4, 3, 3, padding=1),
+            nn.MaxPool2d(2), nn.Flatten(),
+        ),
+        shape,
+    )  # fmt: skip
+    new = layout(plain)
+    assert calls(new).count("_convolve_pooled") == 2
+    for ties in (False, True):
+        values = batch(size, shape, ties=ties)
+        same_gradients(
+            value_and_grad(new)(*new.init(), *values), value_and_grad(plain)(*plain.init(), *values), 1e-12
+        )
 
 
 def test_ties_reach_the_first_maximum() -> None:
