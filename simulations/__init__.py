@@ -9,14 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mycelia.simulations.result import SimulationResult
     from mycelia.simulations.scenario import Scenario, load_scenario, scenario_names
-    from mycelia.simulations.simulator import SimulationResult, resume, simulate
+    from mycelia.simulations.simulator import resume, simulate
 
 __all__ = ["Scenario", "SimulationResult", "load_scenario", "resume", "scenario_names", "simulate"]
 
 _HOMES = {
     "Scenario": "scenario",
-    "SimulationResult": "simulator",
+    "SimulationResult": "result",
     "load_scenario": "scenario",
     "resume": "simulator",
     "scenario_names": "scenario",

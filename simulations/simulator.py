@@ -4,110 +4,35 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from mycelia.aggregator import selectors
 from mycelia.aggregator.effects import Abort
-from mycelia.aggregator.rounds import asked_for
 from mycelia.engine import events
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
-from mycelia.engine.algorithms import build as build_algorithm
 from mycelia.engine.checkpoint import Checkpoint
 from mycelia.engine.config import load_config, to_toml
-from mycelia.engine.data import Dataset, load
 from mycelia.engine.environment import describe, memory
 from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.engine.events import Listener
 from mycelia.engine.heap import keep_heap
-from mycelia.engine.local import LocalWork
-from mycelia.engine.plugins import user_code
-from mycelia.engine.program import Program
 from mycelia.engine.report.spread import worst_decile
 from mycelia.engine.run import CHECKPOINTS, Run
 from mycelia.engine.schema import model_sha256
-from mycelia.engine.sums import SumFormat, TermSpec
-from mycelia.engine.transforms.compile import (
-    Plan,
-    choose_plan,
-    example_batch,
-    package_adder,
-    package_of,
-    tune,
-)
 from mycelia.engine.types import Tensors
-from mycelia.simulations.backends import Backend, Inline, Task, Workers
-from mycelia.simulations.backends.shared import shared_folder
+from mycelia.simulations.backends import Backend
 from mycelia.simulations.client_store import ClientStore
-from mycelia.simulations.dealing import pool
 from mycelia.simulations.federation import Federation, RoundReport, Straggler
 from mycelia.simulations.partition import Partition
-from mycelia.simulations.recipe import Recipe
+from mycelia.simulations.preparation import Prepared, open_backend, prepare
+from mycelia.simulations.result import SimulationResult
 from mycelia.simulations.scenario import Scenario, load_scenario
 
-__all__ = ["SimulationResult", "resume", "simulate"]
-
-_POISSON_CHUNK = 4096
-
-
-@dataclass(frozen=True)
-class SimulationResult:
-    """What a simulation found; the keys of `--format json`.
-
-    Attributes:
-        rounds: rounds done, failed ones included.
-        failed_rounds: rounds that ended without a new model.
-        seconds_total: wall-clock seconds over all sittings, start-up included.
-        seconds_startup: of the last sitting, from the call to the first round.
-        seconds_per_round: mean from select to merge without the first round, evaluation apart.
-        sgd_steps_per_second: local steps of the survivors by the time of those rounds.
-        simulated_seconds: length of the run on the simulated clock.
-        test_accuracy: share of right answers on the test set; None for regression. Where clients have models
-            of their own it is the mean over clients, weighted by examples.
-        test_loss: mean loss, likewise.
-        worst_decile_accuracy: mean accuracy of the worst tenth of the clients.
-        bytes_up: sent by clients, over all rounds.
-        bytes_down: received by clients, over all rounds.
-        epsilon: None: the run was not private.
-        delta: None: the run was not private.
-        plan: how local steps ran.
-        model_sha256: hash of the final parameters and buffers.
-        partition_sha256: hash of who holds what.
-        run_dir: the run folder.
-        backend: its name.
-        workers: number of processes that trained.
-    """
-
-    rounds: int
-    failed_rounds: int
-    seconds_total: float
-    seconds_startup: float
-    seconds_per_round: float
-    sgd_steps_per_second: float
-    simulated_seconds: float
-    test_accuracy: float | None
-    test_loss: float
-    worst_decile_accuracy: float | None
-    bytes_up: int
-    bytes_down: int
-    epsilon: float | None
-    delta: float | None
-    plan: str
-    model_sha256: str
-    partition_sha256: str
-    run_dir: str
-    backend: str
-    workers: int
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields as JSON can say them."""
-        return asdict(self)
+__all__ = ["resume", "simulate"]
 
 
 def simulate(
@@ -151,11 +76,16 @@ def simulate(
 def resume(path: Path, *, listeners: Sequence[Listener] = ()) -> SimulationResult:
     """Go on with a run from its newest intact checkpoint; ends with the model of an uninterrupted run.
 
+    A run that has finished is left as it is, and its result returned.
+
     Raises:
         ConfigError: the folder is no simulation's run.
     """
     opened = Run.open(path)
-    started = next(opened.events({"run_started"}), None)
+    started = finished = None
+    for event in opened.events():  # all of them: a damaged line is told before hours of training, not after
+        started = started or (event if isinstance(event, events.RunStarted) else None)
+        finished = event if isinstance(event, events.RunFinished) else finished
     if not isinstance(started, events.RunStarted) or started.command != "simulate":
         found = started.command if isinstance(started, events.RunStarted) else "nothing"
         raise ConfigError(
@@ -173,6 +103,8 @@ def resume(path: Path, *, listeners: Sequence[Listener] = ()) -> SimulationResul
             fix="put them back, or start a new run",
             who=str(path),
         )
+    if finished is not None and finished.status == "finished":
+        return SimulationResult(**finished.result)  # there is nothing left to do
     with Run.resume(path, listeners=listeners) as run:
         return _Simulation(scenario, run).go(run.load_checkpoint())
 
@@ -189,7 +121,6 @@ class _Simulation:
         self.failed = self.failed_in_a_row = 0
         self.number = 0
         self.plan_name = ""
-        self.cohort = scenario.cohort
         self.bytes_up = self.bytes_down = 0
 
     @property
@@ -218,159 +149,36 @@ class _Simulation:
 
     def _go(self, checkpoint: Checkpoint | None) -> SimulationResult:
         scenario = self.scenario
-        with user_code(f"data {scenario.data.name}"):
-            dataset = load(scenario.data.name, **scenario.data.options)
-        with user_code(f"algorithm {scenario.algorithm.name}"):
-            algorithm = build_algorithm(scenario.algorithm.name, **scenario.algorithm.options)
-        with user_code(f"partition {scenario.partition.name}"):
-            partition = scenario.populate(dataset.train).partition
-        if algorithm.pooled:
-            partition = pool(partition)
-        self.cohort = 1 if algorithm.pooled else scenario.cohort
-        loss = scenario.loss_for(dataset.classes)
-        recipe = Recipe.of(dataset, scenario.model.name, scenario.model.options, loss, scenario.seed)
-        algorithm = algorithm.bind(population=partition.clients)
-        local = scenario.local
-        work = algorithm.work(LocalWork(local.epochs, local.steps, local.batch_size, local.lr))
-        with user_code(f"model {scenario.model.name}"):
-            program = recipe()
-        sizes = partition.sizes()
-        meta: Mapping[str, Any] = checkpoint.meta if checkpoint else {}
-        fixed = work.batch_size if 0 < work.batch_size <= int(sizes.max()) else 0
-        batch = example_batch(dataset.train.inputs, dataset.train.targets, fixed)
-        plan, package = self._plan(meta.get("plan"), program, algorithm, work, batch, sizes)
-        shape = None if batch is None else tuple(batch[0].shape)
-        self.plan_name = plan.name
-        selector = selectors.build(scenario.selector.name, **scenario.selector.options)
-        with self._backend(
-            program, algorithm, work, dataset, partition, plan, shape, package, selector.fixed_size
-        ) as backend:
+        prepared = prepare(scenario, str(checkpoint.meta.get("plan", "")) if checkpoint else "")
+        self.plan_name = prepared.plan.name
+        with open_backend(prepared, self.run.path) as backend:
             federation = Federation(
-                program=program,
-                algorithm=algorithm,
+                program=prepared.program,
+                algorithm=prepared.algorithm,
                 backend=backend,
-                partition=partition,
-                selector=selector,
+                partition=prepared.partition,
+                selector=prepared.selector,
                 behaviour=scenario.behaviour,
                 config=scenario.round,
-                cohort=self.cohort,
+                cohort=prepared.cohort,
                 seed=scenario.seed,
-                max_weight=self._max_weight(sizes),
-                steps=work.step_count,
+                max_weight=prepared.max_weight,
+                steps=prepared.work.step_count,
                 progress=self._progress,
             )
             if checkpoint is None:
-                self._log_start(dataset, partition, plan)
+                self._log_start(prepared)
                 self._save(federation)  # so that even the first round can be interrupted
             else:
                 self._restore(federation, checkpoint)
             startup = time.perf_counter() - self.began
             while self.number < scenario.rounds:
                 self._round(federation, backend)
-            return self._finish(federation, backend, partition, plan, startup)
+            return self._finish(federation, backend, prepared.partition, startup)
 
-    def _plan(
-        self,
-        recorded: Any,
-        program: Program,
-        algorithm: Algorithm,
-        work: LocalWork,
-        batch: tuple[torch.Tensor, torch.Tensor] | None,
-        sizes: np.ndarray[Any, Any],
-    ) -> tuple[Plan, Path | None]:
-        """The recorded plan of a run that goes on, else the rule or measurement; and what is compiled."""
-        steps = self.scenario.rounds * self.cohort * work.step_count(int(np.median(sizes)))
-        if recorded:
-            plan = Plan(str(recorded), "recorded")
-        elif program.graphs is None and self.scenario.plan in ("default", "tune"):
-            plan = Plan("eager", "the model has no graph")
-        else:
-            plan = choose_plan(self.scenario.plan, steps)
-        if plan.name in ("eager", "interpreter"):
-            return plan, None
-        if batch is None:
-            return Plan("eager", "no batch has a fixed size"), None
-        params, buffers = program.init()
-        vector = program.flatten(params).clone()
-        extra = {"lr": work.rate(vector.dtype)} | algorithm.step_extra(program)
-        example = (program.unflatten(vector), buffers, *batch, extra)
-        if plan.name == "tune":
-            plan = tune(program, algorithm.adjust(program), example, steps)[0]
-        if plan.name == "interpreter":
-            return plan, None
-        return plan, package_of(program, algorithm.adjust(program), example)
-
-    @contextmanager
-    def _backend(
-        self,
-        program: Program,
-        algorithm: Algorithm,
-        work: LocalWork,
-        dataset: Dataset,
-        partition: Partition,
-        plan: Plan,
-        batch_shape: tuple[int, ...] | None,
-        package: Path | None,
-        fixed_size: bool,
-    ) -> Iterator[Backend]:
-        scenario = self.scenario
-        # Under Poisson a round may, however unlikely, draw everybody: the sum is planned for that
-        cohort = asked_for(self.cohort, scenario.round) if fixed_size else partition.clients
-        carried = cohort if scenario.round.stragglers == "next_round" else 0
-        form = SumFormat.plan(
-            self._terms(algorithm, program), self._max_weight(partition.sizes()), cohort + carried
-        )
-        arrays = (dataset.train.inputs, dataset.train.targets, dataset.test.inputs, dataset.test.targets)
-        folder = shared_folder(sum(array.nbytes for array in arrays), self.run.path)
-        try:
-            dataset.train.save(folder / "train")
-            dataset.test.save(folder / "test")
-            partition.save(folder / "partition")
-            task = Task(
-                program=program,
-                algorithm=algorithm,
-                work=work,
-                form=form,
-                seed=scenario.seed,
-                plan=plan.name,
-                folder=folder,
-                states=self.run.path / "clients",
-                classes=dataset.classes,
-                max_cohort=min(cohort + carried, max(_POISSON_CHUNK, self.cohort)),
-                batch_shape=batch_shape,
-                package=package,
-                adder=_adder(program, algorithm) if package else None,
-            )
-            if scenario.backend.name == "inline":
-                backend: Backend = Inline(task)
-            else:
-                extra = algorithm.message_extra(algorithm.start(program))
-                backend = Workers(
-                    task,
-                    dict(extra),
-                    workers=scenario.backend.workers,
-                    deadline_s=scenario.round.budget_s,
-                )
-            # every process holds its maps by now: without names, a killed run leaves nothing behind
-            shutil.rmtree(folder, ignore_errors=True)
-            with backend:
-                yield backend
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _terms(self, algorithm: Algorithm, program: Program) -> dict[str, TermSpec]:
-        """The algorithm's terms, with the configured bound on the parameters' deltas."""
-        with user_code(f"algorithm {algorithm.name}"):
-            specs = dict(algorithm.terms(program))
-        if "params" in specs:
-            specs["params"] = replace(specs["params"], max_abs=self.scenario.update.max_abs)
-        return specs
-
-    def _max_weight(self, sizes: np.ndarray[Any, Any]) -> float:
-        return self.scenario.update.max_weight or float(max(1, int(sizes.max())))
-
-    def _log_start(self, dataset: Dataset, partition: Partition, plan: Plan) -> None:
-        scenario, summary = self.scenario, partition.summary()
+    def _log_start(self, prepared: Prepared) -> None:
+        scenario, partition, plan = self.scenario, prepared.partition, prepared.plan
+        summary = partition.summary()
         self.run.log(
             events.RunStarted(
                 command="simulate",
@@ -378,7 +186,7 @@ class _Simulation:
                 seed=scenario.seed,
                 environment=describe(),
                 plan=f"{plan.name} ({plan.reason})",
-                data_sha256=dataset.sha256,
+                data_sha256=prepared.dataset.sha256,
                 partition_sha256=partition.sha256,
                 total=scenario.rounds,
             )
@@ -533,7 +341,7 @@ class _Simulation:
         ClientStore(self.run.path / "clients").forget_from(self.number)
 
     def _finish(
-        self, federation: Federation, backend: Backend, partition: Partition, plan: Plan, startup: float
+        self, federation: Federation, backend: Backend, partition: Partition, startup: float
     ) -> SimulationResult:
         state = federation.state
         message = federation.message(self.number)
@@ -563,7 +371,7 @@ class _Simulation:
             bytes_down=self.bytes_down,
             epsilon=None,
             delta=None,
-            plan=plan.name,
+            plan=self.plan_name,
             model_sha256=model_sha256(federation.program.unflatten(state.vector) | state.buffers),
             partition_sha256=partition.sha256,
             run_dir=str(self.run.path),
@@ -593,11 +401,3 @@ class _Simulation:
             )
         )
         return spread
-
-
-def _adder(program: Program, algorithm: Algorithm) -> Path | None:
-    """The compiled sum of the parameters' deltas, where they are float32 and the algorithm sends them."""
-    float32 = program.flatten(program.init()[0]).dtype == torch.float32
-    specs = algorithm.terms(program)
-    fits = "params" in specs and specs["params"].size == program.dimension
-    return package_adder(program.dimension) if float32 and fits and program.dimension > 1 else None

@@ -24,7 +24,7 @@ from mycelia.engine.transforms.coupling import coupling
 from mycelia.engine.transforms.value_and_grad import gradients_of
 from mycelia.engine.types import Tensors
 
-__all__ = ["ClientsStep", "PaddedBatch", "over_clients", "pad_clients", "share", "stack"]
+__all__ = ["ClientsStep", "PaddedBatch", "batchable", "over_clients", "pad_clients", "share", "stack"]
 
 aten = torch.ops.aten
 
@@ -107,7 +107,7 @@ def over_clients(program: Program, adjust: Adjust | None = None) -> ClientsStep:
             training pass mixes examples, as BatchNorm does.
     """
     reason = coupling(program)
-    batched = _batchable(program)
+    batched = batchable(program)
 
     def one(
         params: Tensors, buffers: Tensors, inputs: Tensor, targets: Tensor, mask: Tensor, seed: Tensor
@@ -179,7 +179,7 @@ def _refuse_padding(mask: Tensor, reason: str) -> None:
         )
 
 
-def _batchable(program: Program) -> Program:
+def batchable(program: Program) -> Program:
     """The Program with the operators that `vmap` would run client by client in a form that it batches."""
     if program.graphs is None or not isinstance(program.training, GraphCall):
         return program

@@ -1,0 +1,564 @@
+"""Taps: what each use of each parameter read, and the gradient that came back to it, in one backward pass.
+
+The gradient of a parameter is a product of two things an ordinary backward pass has in its hands: the input
+`a` of the operator that uses it, and the gradient `g` of that operator's output. Multiplying them sums over
+the batch and loses the examples. A tapped Program returns both factors instead, and computes no gradient of
+any parameter.
+
+Examples are told apart without knowing what an operator means: the pass is run on the captured example, once
+as it is and once with each example changed, and whatever differs belongs to the example that was changed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from mycelia.engine.errors import CaptureError
+from mycelia.engine.graph import Pass, Writer, rebuild, source_line
+from mycelia.engine.program import Program
+from mycelia.engine.schema import Role
+from mycelia.engine.transforms.cells import cells
+from mycelia.engine.transforms.coupling import coupling
+from mycelia.engine.types import Tensors
+
+__all__ = ["BatchLayout", "Reads", "Site", "Tap", "Tapped", "TappedProgram", "View", "batch_layouts", "taps"]
+
+aten = torch.ops.aten
+
+# views of a parameter that select or rearrange its elements, so that norms are kept
+_VIEWS = {
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default,
+    aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default,
+    aten.flatten.using_ints, aten.numpy_T.default, aten.squeeze.default, aten.contiguous.default,
+    aten.narrow.default, aten.swapaxes.default,
+}  # fmt: skip
+# ... and those that give several tensors
+_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int}
+
+
+class BatchLayout(NamedTuple):
+    """Where the examples lie in a tensor: `axis` is of size `outer * B * inner`, in this order."""
+
+    axis: int
+    outer: int
+    inner: int
+
+    def front(self, tensor: Tensor, batch: int) -> Tensor:
+        """The tensor as [B, ...]: the other factors of the axis stay where the axis was."""
+        shape = tensor.shape
+        split = (*shape[: self.axis], self.outer, batch, self.inner, *shape[self.axis + 1 :])
+        moved = tensor.reshape(split).movedim(self.axis + 1, 0)
+        # factors of one are dropped, so that a plain batch axis leaves no trace
+        keep = [
+            size
+            for place, size in enumerate(moved.shape)
+            if not (place in (self.axis + 1, self.axis + 2) and size == 1)
+        ]
+        return moved.reshape(keep)
+
+
+class Reads(NamedTuple):
+    """What an operator reads: the positions of its parameters, and of the tensors that hold the examples."""
+
+    parameters: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+class View(NamedTuple):
+    """One step from a parameter to what an operator reads: `target(value, *args)`, then an element of it."""
+
+    target: Any
+    args: tuple[Any, ...]
+    element: int | None = None
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """The view of a tensor."""
+        result: Any = self.target(value, *self.args)
+        element: Tensor = result if self.element is None else result[self.element]
+        return element
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where an operator reads a parameter.
+
+    Attributes:
+        parameter: its name.
+        argument: position among the operator's arguments.
+        views: from the parameter to the argument, outermost last.
+    """
+
+    parameter: str
+    argument: int
+    views: tuple[View, ...]
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """What the operator reads."""
+        for view in self.views:
+            parameter = view(parameter)
+        return parameter
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One operator that reads parameters.
+
+    Attributes:
+        node: its name in the graph.
+        target: the operator.
+        args: its arguments; tensors are None, see `inputs` and `sites`.
+        kwargs: its keyword arguments.
+        sites: the parameters it reads.
+        inputs: positions of the tensors that depend on the examples.
+        layouts: where the examples lie in each of `inputs`, in this order.
+        output: where the examples lie in the result.
+        where: module and source line, for messages.
+    """
+
+    node: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    sites: tuple[Site, ...]
+    inputs: tuple[int, ...]
+    layouts: tuple[BatchLayout, ...]
+    output: BatchLayout
+    where: str
+
+
+class Tapped(NamedTuple):
+    """One pass.
+
+    Attributes:
+        losses: one per example [B].
+        buffers: float buffers and counters after the pass.
+        values: for each tap, the tensors at its `inputs`, examples in front.
+        grads: for each tap, the gradient of the sum of the losses in its result, examples in front.
+    """
+
+    losses: Tensor
+    buffers: Tensors
+    values: list[tuple[Tensor, ...]]
+    grads: list[Tensor]
+
+
+@dataclass(frozen=True)
+class TappedProgram:
+    """A Program rewritten by `taps`.
+
+    Attributes:
+        program: the Program it was made of.
+        taps: the operators that are tapped, in the order they run.
+        unmatched: why a parameter is not covered by the taps, by name.
+        unused: parameters that the losses do not depend on.
+    """
+
+    program: Program
+    taps: tuple[Tap, ...]
+    unmatched: Mapping[str, str]
+    unused: tuple[str, ...]
+    graph: fx.GraphModule
+
+    def __call__(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        weights: Tensor | None = None,
+        seed: int | Tensor = 0,
+        first: int | Tensor = 0,
+    ) -> Tapped:
+        """One forward pass, and one backward pass that ends at the first tap.
+
+        Args:
+            params: trainable tensors by name.
+            buffers: float buffers and counters by name; not changed.
+            inputs: [B, ...].
+            targets: [B, ...].
+            weights: [B], multiplies the losses before the backward pass; None: all one.
+            seed: see `Program.forward`.
+            first: see `Program.forward`.
+        """
+        program, batch = self.program, inputs.shape[0]
+        schema = program.schema
+        seed = seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64)
+        arguments = [
+            *(params[e.name].detach() for e in schema.of(Role.PARAMETER)),
+            *(buffers[e.name] for e in schema.of(Role.BUFFER, Role.COUNTER)),
+            *program.frozen.values(),
+        ]
+        with torch.enable_grad():
+            losses, after, outputs, read = self.graph.forward(*arguments, inputs, targets, seed, first)
+            total = losses.sum() if weights is None else (losses * weights).sum()
+        found: tuple[Tensor | None, ...] = (None,) * len(outputs)
+        if outputs and total.requires_grad:
+            found = torch.autograd.grad(total, outputs, allow_unused=True)
+        with torch.no_grad():
+            grads = [
+                tap.output.front(torch.zeros_like(output) if grad is None else grad, batch)
+                for tap, output, grad in zip(self.taps, outputs, found, strict=True)
+            ]
+            values = [
+                tuple(
+                    layout.front(part.detach(), batch)
+                    for layout, part in zip(tap.layouts, parts, strict=True)
+                )
+                for tap, parts in zip(self.taps, read, strict=True)
+            ]
+        names = [entry.name for entry in schema.of(Role.BUFFER, Role.COUNTER)]
+        kept = {name: value.detach() for name, value in zip(names, after, strict=True)}
+        return Tapped(losses.detach(), kept, values, grads)
+
+
+def taps(program: Program, operators: Mapping[Any, Reads]) -> TappedProgram:
+    """Rewrite the training pass so that it returns what each use of each parameter read and got back.
+
+    Recurrent layers are unrolled into cells. A parameter that is added to the examples or multiplies them
+    element by element is expanded to one copy an example first, whose gradient is that of the example.
+
+    Args:
+        program: its training pass must treat the examples one by one.
+        operators: what can be tapped, and what it reads.
+
+    Raises:
+        CaptureError: the Program has no graph, or an operator mixes examples (named with its module and
+            source line).
+    """
+    program.graph("taps")
+    parameters = len(program.schema.of(Role.PARAMETER))
+    program = program.rewrite(cells).rewrite(Pass("spread", partial(_spread, parameters=parameters)))
+    module = program.graph("taps")
+    operators = {**operators, aten.expand.default: Reads((0,), ())}
+    names = [entry.name for entry in program.schema.of(Role.PARAMETER)]
+    placeholders = module.graph.find_nodes(op="placeholder")
+    found = _sites(dict(zip(placeholders, names, strict=False)), operators)
+    layouts = batch_layouts(program)
+    covered: dict[fx.Node, list[Site]] = {}
+    unmatched = dict(found.unmatched)
+    for node, sites in found.sites.items():
+        reason = _untappable(node, operators[node.target], layouts)
+        if reason is None:
+            covered[node] = sites
+        else:
+            unmatched |= {site.parameter: reason for site in sites}
+    # a parameter is covered with all its uses or not at all
+    for node in list(covered):
+        covered[node] = [site for site in covered[node] if site.parameter not in unmatched]
+        if not covered[node]:
+            del covered[node]
+    order = [node for node in module.graph.nodes if node in covered]
+    chosen = tuple(_tap(node, covered[node], layouts) for node in order)
+    used = {site.parameter for tap in chosen for site in tap.sites}
+    unused = tuple(name for name in names if name not in used and name not in unmatched)
+    graph = _rewritten(program, module, [node.name for node in order], [tap.inputs for tap in chosen])
+    return TappedProgram(program, chosen, unmatched, unused, graph)
+
+
+class _Found(NamedTuple):
+    sites: dict[fx.Node, list[Site]]
+    unmatched: dict[str, str]
+
+
+def _sites(parameters: dict[fx.Node, str], operators: Mapping[Any, Reads]) -> _Found:
+    """Follow each parameter through views to the operators that read it."""
+    sites: dict[fx.Node, list[Site]] = {}
+    unmatched: dict[str, str] = {}
+    for placeholder, name in parameters.items():
+        open_ends: list[tuple[fx.Node, tuple[View, ...]]] = [(placeholder, ())]
+        while open_ends:
+            node, views = open_ends.pop()
+            for user in node.users:
+                if user.target in _VIEWS and user.args[0] is node and not user.kwargs and _plain(user):
+                    open_ends.append((user, (*views, View(user.target, tuple(user.args[1:])))))
+                elif user.target in _SPLITS and _plain(user):
+                    for element in user.users:
+                        if element.target is operator.getitem:
+                            step = View(user.target, tuple(user.args[1:]), int(element.args[1]))  # type: ignore[arg-type]
+                            open_ends.append((element, (*views, step)))
+                else:
+                    places = [place for place, value in enumerate(user.args) if value is node]
+                    reads = operators.get(user.target)
+                    known = reads is not None and set(places) <= set(reads.parameters)
+                    if not places or not known or node in user.kwargs.values():
+                        unmatched[name] = f"no rule for {user.target} ({source_line(user)})"
+                    else:
+                        sites.setdefault(user, []).extend(Site(name, place, views) for place in places)
+    return _Found(sites, unmatched)
+
+
+def _plain(node: fx.Node) -> bool:
+    """Whether the other arguments are fixed: no tensor and no size that depends on the batch."""
+    return not any(isinstance(part, fx.Node) for part in node.all_input_nodes[1:])
+
+
+def _untappable(node: fx.Node, reads: Reads, layouts: Mapping[str, BatchLayout | None]) -> str | None:
+    """Why an operator cannot be tapped, None if it can."""
+    if not isinstance(node.meta.get("val"), Tensor):
+        return f"{node.target} gives several results ({source_line(node)})"
+    if layouts.get(node.name) is None:
+        return f"the result of {node.target} has no axis of examples ({source_line(node)})"
+    for place in reads.inputs:
+        value = node.args[place]
+        if not isinstance(value, fx.Node) or layouts.get(value.name) is None:
+            return f"{node.target} reads a tensor without an axis of examples ({source_line(node)})"
+    return None
+
+
+_ELEMENTWISE = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+
+
+def _spread(graph: fx.Graph, parameters: int) -> None:
+    """Pass: a parameter that meets the examples in element-wise arithmetic is expanded along their axis."""
+    ends = list(graph.find_nodes(op="placeholder"))[:parameters]
+    reached = set(ends)
+    while ends:
+        node = ends.pop()
+        for user in list(node.users):
+            if user.target in _VIEWS and user.args[0] is node and _plain(user) and user not in reached:
+                reached.add(user)
+                ends.append(user)
+            elif user.target in _ELEMENTWISE:
+                _spread_at(graph, node, user)
+
+
+def _spread_at(graph: fx.Graph, parameter: fx.Node, user: fx.Node) -> None:
+    others = [part for part in user.args[:2] if part is not parameter]
+    result, own = user.meta.get("val"), parameter.meta.get("val")
+    if len(others) != 1 or not isinstance(result, Tensor) or not isinstance(own, Tensor):
+        return
+    axes = _symbolic_axes(result)
+    other = others[0]
+    value = other.meta.get("val") if isinstance(other, fx.Node) else None
+    if len(axes) != 1 or not isinstance(value, Tensor) or value.dim() != result.dim():
+        return  # not the examples it meets
+    missing = result.dim() - own.dim()
+    axis = axes[0]
+    if axis >= missing and own.shape[axis - missing] != 1:
+        return
+    with graph.inserting_before(user):
+        write = Writer(graph, user)
+        size = write(aten.sym_size.int, other, axis)
+        shape: list[Any] = [1] * missing + [int(length) for length in own.shape]
+        shape[axis] = size
+        spread = write(aten.expand.default, parameter, shape)
+    user.replace_input_with(parameter, spread)
+
+
+def _tap(node: fx.Node, sites: list[Site], layouts: Mapping[str, BatchLayout | None]) -> Tap:
+    inputs: list[int] = []
+    places: list[BatchLayout] = []
+    for place, value in enumerate(node.args):
+        layout = layouts.get(value.name) if isinstance(value, fx.Node) else None
+        if layout is not None:
+            inputs.append(place)
+            places.append(layout)
+    output = layouts[node.name]
+    if output is None:
+        raise CaptureError("a tapped operator without examples", who=source_line(node))
+    return Tap(
+        node=node.name,
+        target=node.target,
+        args=_constants(node.args),
+        kwargs=_constants(node.kwargs),
+        sites=tuple(sites),
+        inputs=tuple(inputs),
+        layouts=tuple(places),
+        output=output,
+        where=source_line(node),
+    )
+
+
+def _constants(arguments: Any) -> Any:
+    """Arguments with None in the place of what the graph computes."""
+    return fx.map_arg(arguments, lambda part: None)
+
+
+def _symbolic_axes(value: Tensor) -> list[int]:
+    """The axes whose size depends on the batch."""
+    sizes: tuple[Any, ...] = tuple(value.shape)
+    return [axis for axis, size in enumerate(sizes) if isinstance(size, torch.SymInt)]
+
+
+def _rewritten(
+    program: Program, module: fx.GraphModule, tapped: list[str], inputs: list[tuple[int, ...]]
+) -> fx.GraphModule:
+    """The graph that returns (losses, buffers, tapped results, what they read)."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    new = {old.name: node for old, node in copies.items()}
+    probes, read = [], []
+    for name, places in zip(tapped, inputs, strict=True):
+        node = new[name]
+        with graph.inserting_after(node):
+            probe = graph.call_function(_probe, (node,))
+        for user in list(node.users):
+            if user is not probe:
+                user.replace_input_with(node, probe)
+        probes.append(probe)
+        read.append(tuple(node.args[place] for place in places))
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    kept = len(program.schema.of(Role.BUFFER, Role.COUNTER))
+    output.args = ((results[0], results[len(results) - kept :], probes, read),)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return rebuild(module, graph)
+
+
+def _probe(value: Tensor) -> Tensor:
+    """A tensor whose gradient can be asked for; nothing before the first of them is differentiated."""
+    return value if value.requires_grad else value.detach().requires_grad_()
+
+
+def batch_layouts(program: Program) -> dict[str, BatchLayout | None]:
+    """Where the examples lie in each tensor of the training graph; None where they have no part in it.
+
+    Found by running: an element belongs to example j if it changes when example j does.
+
+    Raises:
+        CaptureError: an operator mixes the examples; the first one is named.
+    """
+    module = program.graph("batch_layouts")
+    if program.example is None:
+        raise CaptureError("the Program has no example to run", fix="capture it again", who="batch_layouts")
+    reason = coupling(program)
+    if reason is not None:
+        raise _mixing(reason)
+    inputs, targets = _distinct(*program.example)
+    batch = inputs.shape[0]
+    plain = _values(program, module, inputs, targets)
+    marks: dict[str, list[Tensor]] = {name: [] for name in plain}
+    for example in range(batch):
+        other = _values(program, module, *_changed(inputs, targets, example))
+        for name, value in plain.items():
+            marks[name].append(~_equal(value, other[name]))
+    layouts: dict[str, BatchLayout | None] = {}
+    for node in module.graph.nodes:
+        if node.name not in plain:
+            continue
+        mark = marks[node.name]
+        # memory that nobody has written to holds anything
+        if "empty" in str(node.target) or not any(bool(part.any()) for part in mark):
+            layouts[node.name] = _untouched(node)
+            continue
+        layout = _layout(mark, plain[node.name].shape, node.meta.get("val"), batch)
+        if layout is None and node.op == "call_function":
+            raise _mixing(f"{node.target} mixes the examples of a batch ({source_line(node)})")
+        layouts[node.name] = layout
+    return layouts
+
+
+def _mixing(reason: str) -> CaptureError:
+    return CaptureError(
+        reason,
+        rule="the loss of an example depends on no other example; otherwise it has no gradient of its own",
+        fix="use GroupNorm or LayerNorm in place of BatchNorm, and losses that look at one example",
+        who="taps",
+    )
+
+
+def _equal(one: Tensor, two: Tensor) -> Tensor:
+    """Element by element, where NaN equals NaN."""
+    same = one == two
+    return same | (one.isnan() & two.isnan()) if one.is_floating_point() else same
+
+
+_EXAMPLES = 3
+
+
+def _distinct(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Three examples: those of the capture, repeated where there are fewer, with values that differ."""
+    rows = torch.arange(_EXAMPLES) % inputs.shape[0]
+    inputs, targets = inputs[rows].clone(), targets[rows].clone()
+    draw = torch.Generator().manual_seed(1)
+    if inputs.is_floating_point():
+        inputs += torch.randn(inputs.shape, generator=draw, dtype=inputs.dtype)
+    return inputs, targets
+
+
+def _changed(inputs: Tensor, targets: Tensor, example: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = inputs.clone(), targets.clone()
+    draw = torch.Generator().manual_seed(2 + example)
+    for part in (inputs, targets):
+        row = part[example]
+        if part.is_floating_point():
+            part[example] = row * 1.5 + torch.randn(row.shape, generator=draw, dtype=part.dtype)
+        elif part.dtype == torch.bool:
+            part[example] = ~row
+        else:  # numbers of classes or tokens: others that occur, so that they are valid
+            low, high = int(part.min()), int(part.max())
+            part[example] = low + (row - low + 1) % (high - low + 1)
+    return inputs, targets
+
+
+def _values(program: Program, module: fx.GraphModule, inputs: Tensor, targets: Tensor) -> Tensors:
+    """The value of every node of the training graph that is a tensor."""
+    params, buffers = program.init()
+    schema = program.schema
+    arguments = [
+        *(params[e.name] for e in schema.of(Role.PARAMETER)),
+        *(buffers[e.name] for e in schema.of(Role.BUFFER, Role.COUNTER)),
+        *program.frozen.values(),
+    ]
+    record = _Record(module)
+    with torch.no_grad():
+        record.run(*arguments, inputs, targets, torch.tensor(0), 0)
+    return record.values
+
+
+class _Record(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: Tensors = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        if isinstance(value, Tensor) and node.op != "output":
+            self.values[node.name] = value.detach().clone()
+        return value
+
+
+def _untouched(node: fx.Node) -> BatchLayout | None:
+    """A tensor that no example changes, but that has one row for each, as zeros of the batch's size have."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    axes = _symbolic_axes(value)
+    plain = len(axes) == 1 and _factor(value.shape[axes[0]]) == 1
+    return BatchLayout(axes[0], 1, 1) if plain else None
+
+
+def _factor(size: Any) -> int | None:
+    """The k of a symbolic size k * B; None for another expression."""
+    expression = size.node.expr
+    symbols = list(expression.free_symbols)
+    if len(symbols) != 1:
+        return None
+    factor = expression / symbols[0]
+    return int(factor) if factor.is_Integer else None
+
+
+def _layout(marks: list[Tensor], shape: torch.Size, value: Any, batch: int) -> BatchLayout | None:
+    """The layout that explains which elements each example changed; None if there is none."""
+    axes = _symbolic_axes(value) if isinstance(value, Tensor) else []
+    for axis in axes or range(len(shape)):
+        if shape[axis] % batch:
+            continue
+        factor = shape[axis] // batch
+        # an element that is changed by example j lies in a row of the axis that belongs to j
+        rows = torch.stack([mark.movedim(axis, 0).reshape(shape[axis], -1).any(1) for mark in marks])
+        for outer in (n for n in range(1, factor + 1) if factor % n == 0):
+            owner = torch.arange(batch).repeat_interleave(factor // outer).repeat(outer)
+            if not bool((rows & (owner[None, :] != torch.arange(batch)[:, None])).any()):
+                return BatchLayout(axis, outer, factor // outer)
+    return None

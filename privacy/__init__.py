@@ -1,0 +1,1 @@
+"""Differential privacy: clipped gradients, noise, sampling, accounting, budgets, private optimisers."""

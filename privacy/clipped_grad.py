@@ -1,0 +1,300 @@
+"""Clipped gradients: the sum over a batch of each example's gradient, scaled so that none is too long.
+
+One forward pass and one backward pass that ends at the outputs of the operators give the two factors of each
+example's gradient (`mycelia.engine.transforms.taps`). The rules of `mycelia.privacy.rules` turn them into
+norms, and into the sum of the clipped gradients, without storing the gradient of each example (book-keeping:
+Bu et al. 2023, "Differentially private optimization on large model at small cost", algorithm 1).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mycelia.engine.errors import CaptureError, ConfigError
+from mycelia.engine.program import Program
+from mycelia.engine.schema import Role
+from mycelia.engine.transforms.coupling import coupling
+from mycelia.engine.transforms.over_clients import batchable
+from mycelia.engine.transforms.taps import TappedProgram, taps
+from mycelia.engine.types import Tensors
+from mycelia.privacy.rules import RULES, Rule, Use
+from mycelia.privacy.rules.combine import Combined, combine
+
+__all__ = ["BACKENDS", "Clip", "Clipped", "ClippedGrad", "clipped_grad", "explain"]
+
+BACKENDS = ("auto", "taps", "vmap")
+
+
+class Clip(Protocol):
+    """A clip function: norms [B] to factors [B]; see `mycelia.privacy.clip`."""
+
+    def __call__(self, norms: Tensor) -> Tensor:
+        """The factors."""
+        ...
+
+
+class Clipped(NamedTuple):
+    """What one batch gives.
+
+    Attributes:
+        total: the sum of the clipped gradients by parameter, in the parameters' dtype and at least float32.
+        norms: gradient norm of each example [B]; zero where the mask or a non-finite value excludes it.
+        factors: what each gradient was multiplied with [B].
+        losses: loss of each example [B]; zero where the mask excludes it.
+    """
+
+    total: Tensors
+    norms: Tensor
+    factors: Tensor
+    losses: Tensor
+
+
+@dataclass(frozen=True)
+class ClippedGrad:
+    """The function that `clipped_grad` returns.
+
+    Attributes:
+        program: what is differentiated.
+        clip: norms to factors.
+        backend: "taps", "vmap", or "taps+vmap" where some parameters have no rule.
+        reasons: why a parameter goes through `vmap`, by name.
+        physical: examples in memory at a time, None for all.
+        workspace: bytes of per-example gradients that may be kept from the norms to the sum.
+    """
+
+    program: Program
+    clip: Clip
+    backend: str
+    reasons: Mapping[str, str]
+    physical: int | None
+    workspace: int
+    tapped: TappedProgram | None
+
+    def __call__(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        batch: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+        *,
+        seed: int | Tensor = 0,
+    ) -> Clipped:
+        """Clip and sum.
+
+        Args:
+            params: trainable tensors by name.
+            buffers: float buffers and counters by name; not changed.
+            batch: inputs [B, ...] and targets [B, ...].
+            mask: bool [B], true for real examples; a padded row counts nothing, whatever it holds.
+            seed: see `Program.forward`.
+
+        Raises:
+            ConfigError: a mask of another shape or dtype.
+        """
+        inputs, targets = batch
+        size = inputs.shape[0]
+        if mask is not None and (mask.shape != (size,) or mask.dtype != torch.bool):
+            raise ConfigError(
+                f"a mask of {mask.dtype} {list(mask.shape)}", rule=f"bool [{size}]", who="clipped_grad"
+            )
+        step = self.physical or max(size, 1)
+        parts = []
+        for first in range(0, size, step):
+            rows = slice(first, first + step)
+            real = None if mask is None else mask[rows]
+            parts.append(self._part(params, buffers, inputs[rows], targets[rows], real, seed, first))
+        if not parts:
+            none = next(iter(params.values())).new_zeros(0) if params else torch.zeros(0)
+            return Clipped({n: torch.zeros_like(p) for n, p in params.items()}, none, none, none)
+        if len(parts) == 1:
+            return parts[0]
+        total = dict(parts[0].total)
+        for part in parts[1:]:  # in this order, so that results repeat
+            total = {name: value + part.total[name] for name, value in total.items()}
+        return Clipped(
+            total, *(torch.cat(found) for found in zip(*(part[1:] for part in parts), strict=True))
+        )
+
+    def _part(
+        self, params: Tensors, buffers: Tensors, inputs: Tensor, targets: Tensor, mask: Tensor | None,
+        seed: int | Tensor, first: int,
+    ) -> Clipped:  # fmt: skip
+        if mask is not None:  # what a padded row holds must not matter, NaN included
+            inputs, targets = _blank(inputs, mask), _blank(targets, mask)
+        uses: list[Combined] = []
+        formed: Tensors = {}
+        losses: Tensor | None = None
+        if self.tapped is not None and self.tapped.taps:
+            found = self.tapped(params, buffers, inputs, targets, seed=seed, first=first)
+            losses = found.losses
+            uses = combine(_uses(self.tapped, params, found.values, found.grads, self.workspace))
+        with torch.no_grad():
+            if self.reasons:
+                formed, slow = _per_example(
+                    self.program, tuple(self.reasons), params, buffers, inputs, targets, seed, first
+                )
+                losses = slow if losses is None else losses
+            if losses is None:  # nothing is trained
+                losses = self.program.forward(params, buffers, inputs, targets, seed=seed, first=first).losses
+            squares = [use.norm2() for use in uses] + [g.flatten(1).square().sum(1) for g in formed.values()]
+            zero = torch.zeros_like(losses)
+            square = torch.stack(squares).sum(0) if squares else zero
+            good = torch.isfinite(losses) & torch.isfinite(square)
+            if mask is not None:
+                good = good & mask
+            # inner products may come out a hair below zero
+            norms = torch.where(good, square, torch.zeros_like(square)).clamp(min=0).sqrt()
+            factors = torch.where(good, self.clip(norms), torch.zeros_like(norms))
+            if not bool((good if mask is None else good | ~mask).all()):
+                # a factor of zero does not silence a row that is not finite: 0 * inf is NaN
+                for use in uses:
+                    use.select(good)
+                formed = {name: _blank(g, good) for name, g in formed.items()}
+            total = {use.parameter: use.total(factors) for use in uses}
+            total |= {n: (factors.to(g.dtype) @ g.flatten(1)).view(g.shape[1:]) for n, g in formed.items()}
+            whole = {n: total.get(n, torch.zeros_like(p)) for n, p in params.items()}
+            return Clipped(whole, norms, factors, torch.where(good, losses, zero))
+
+
+def clipped_grad(
+    program: Program,
+    clip: Clip,
+    *,
+    backend: str = "auto",
+    strict: bool = False,
+    physical: int | None = None,
+    workspace_mb: float = 64,
+) -> ClippedGrad:
+    """The function `(params, buffers, batch, mask=None, *, seed=0) -> Clipped`.
+
+    Args:
+        program: its training pass must treat the examples one by one.
+        clip: norms [B] to factors [B].
+        backend: "taps" and "auto": operators with rules through taps, the parameters of others through
+            `vmap(grad)`; "vmap": all parameters so.
+        strict: raise where a parameter would go through `vmap`.
+        physical: examples in memory at a time; the result is that of the whole batch.
+        workspace_mb: megabytes of per-example gradients that may be kept from the norms to the sum.
+
+    Raises:
+        ConfigError: an unknown backend, or sizes below 1.
+        CaptureError: an example's loss depends on another example; with `strict`, an operator without a rule.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r}", rule=f"one of {', '.join(BACKENDS)}", who="clipped_grad")
+    if physical is not None and physical < 1:
+        raise ConfigError(f"physical = {physical}", rule="at least 1", who="clipped_grad")
+    names = [entry.name for entry in program.schema.of(Role.PARAMETER)]
+    tapped, reasons = None, dict.fromkeys(names, "asked for")
+    if backend != "vmap":
+        if program.graphs is None:
+            reasons = dict.fromkeys(names, "the Program has no graph")
+        else:
+            tapped = taps(program, {op: rule.reads for op, rule in RULES.items()})
+            reasons = dict(tapped.unmatched)
+    if tapped is None and (reason := coupling(program)) is not None:
+        raise CaptureError(
+            reason,
+            rule="the loss of an example depends on no other example",
+            fix="use GroupNorm or LayerNorm in place of BatchNorm",
+            who="clipped_grad",
+        )
+    if strict and reasons and backend != "vmap":
+        name, reason = next(iter(reasons.items()))
+        raise CaptureError(
+            f"{name} has no rule: {reason}",
+            rule="strict=True takes no slower way",
+            fix="leave strict out, or freeze the parameter",
+            who="clipped_grad",
+        )
+    some = tapped is not None and bool(tapped.taps)
+    used = "taps+vmap" if some and reasons else "vmap" if reasons else "taps"
+    return ClippedGrad(program, clip, used, reasons, physical, int(workspace_mb * 2**20), tapped)
+
+
+def explain(clipped: ClippedGrad) -> str:
+    """How each parameter's norms are found, as a table; sizes are those of the captured example."""
+    lines = [f"backend {clipped.backend}"]
+    program = clipped.program
+    if clipped.tapped is not None and clipped.tapped.taps and program.example is not None:
+        params, buffers = program.init()
+        found = clipped.tapped(params, buffers, *program.example)
+        uses = combine(_uses(clipped.tapped, params, found.values, found.grads, clipped.workspace))
+        lines += [f"{use.parameter}: {use.describe()}" for use in uses]
+        lines += [f"{name}: not used by the loss" for name in clipped.tapped.unused]
+    return "\n".join(lines + [f"{name}: vmap, {reason}" for name, reason in clipped.reasons.items()])
+
+
+def _uses(
+    tapped: TappedProgram,
+    params: Tensors,
+    values: Sequence[tuple[Tensor, ...]],
+    grads: Sequence[Tensor],
+    workspace: int,
+) -> list[tuple[Use, Rule, Tensor]]:
+    """The uses in order, with their rules and parameters."""
+    count = sum(len(tap.sites) for tap in tapped.taps)
+    found = []
+    for tap, parts, grad in zip(tapped.taps, values, grads, strict=True):
+        rules = RULES[tap.target].rules
+        for site in tap.sites:
+            parameter = params[site.parameter].detach()
+            shape = tuple(site.view(parameter).shape)
+            wide = tuple(_wide(part) for part in parts)
+            use = Use(tap, site, wide, _wide(grad), shape, workspace // max(count, 1))
+            found.append((use, rules[site.argument], parameter))
+    return found
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Norms and sums are taken in float32 at least."""
+    half = tensor.is_floating_point() and tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if half else tensor
+
+
+def _blank(rows: Tensor, keep: Tensor) -> Tensor:
+    """Zeros in the rows that are not kept, by selection: what they hold does not matter."""
+    return torch.where(keep.reshape(-1, *[1] * (rows.dim() - 1)), rows, torch.zeros_like(rows))
+
+
+def _per_example(
+    program: Program, names: tuple[str, ...], params: Tensors, buffers: Tensors, inputs: Tensor,
+    targets: Tensor, seed: int | Tensor, first: int,
+) -> tuple[Tensors, Tensor]:  # fmt: skip
+    """Gradients [B, ...] of the named parameters and losses [B], by vmap or, where it cannot, one by one."""
+    chosen = {name: params[name].detach() for name in names}
+    rest = {name: tensor.detach() for name, tensor in params.items() if name not in chosen}
+    wide = batchable(program)
+
+    def one(own: Tensors, x: Tensor, y: Tensor, number: Any, source: Program = wide) -> tuple[Tensor, Tensor]:
+        loss = source.forward(rest | own, buffers, x[None], y[None], seed=seed, first=number).losses[0]
+        return loss, loss
+
+    numbers = torch.arange(first, first + len(inputs))
+    gradient: Callable[..., Any] = torch.func.grad(one, has_aux=True)
+    try:
+        with warnings.catch_warnings():  # `explain` says that this way is slow, and for which parameters
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            grads, losses = torch.func.vmap(gradient, (None, 0, 0, 0))(chosen, inputs, targets, numbers)
+        return grads, losses
+    except (RuntimeError, NotImplementedError, KeyError, AttributeError):
+        pass  # an operator without a batching rule
+    found: list[tuple[Tensors, Tensor]] = []
+    for x, y, number in zip(inputs, targets, numbers.tolist(), strict=True):
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in chosen.items()}
+        with torch.enable_grad():
+            loss, _ = one(leaves, x, y, number, program)
+        parts = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        grads = {
+            name: torch.zeros_like(leaf) if part is None else part
+            for (name, leaf), part in zip(leaves.items(), parts, strict=True)
+        }
+        found.append((grads, loss.detach()))
+    stacked = {name: torch.stack([grads[name] for grads, _ in found]) for name in names}
+    return stacked, torch.stack([loss for _, loss in found])

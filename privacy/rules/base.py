@@ -1,0 +1,127 @@
+"""What a rule is: per-example norms and clipped sums of one use of one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mycelia.engine.transforms.taps import Reads, Site, Tap
+
+__all__ = ["Cost", "Operator", "Rule", "Use", "weighted_sum"]
+
+
+@dataclass
+class Use:
+    """One use of one parameter in one pass.
+
+    Attributes:
+        tap: the operator.
+        site: the parameter, and the argument it is read as.
+        values: what the operator read of the examples, each [B, ...].
+        grad: the gradient of its result [B, ...].
+        shape: shape of the argument.
+        room: bytes that a formed per-example gradient may take to be kept until the sum.
+        formed: the per-example gradient [B, *shape], once formed and kept.
+    """
+
+    tap: Tap
+    site: Site
+    values: tuple[Tensor, ...]
+    grad: Tensor
+    shape: tuple[int, ...]
+    room: int
+    formed: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def batch(self) -> int:
+        """Number of examples."""
+        return self.grad.shape[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the per-example gradient may be kept."""
+        entries = self.batch * torch.Size(self.shape).numel()
+        return entries * self.grad.element_size() <= self.room
+
+
+@dataclass(frozen=True)
+class Cost:
+    """How a rule works for given shapes, for `explain`.
+
+    Attributes:
+        form: "product" (norms of the factors), "ghost" (inner products over positions) or "formed".
+        positions: T.
+        entries: p x d, per-example gradient entries.
+    """
+
+    form: str
+    positions: int
+    entries: int
+
+
+class Rule(Protocol):
+    """How an operator's argument gives norms and sums without the gradient of each example."""
+
+    def norm2(self, use: Use) -> Tensor:
+        """Squared gradient norm of each example [B]."""
+        ...
+
+    def total(self, use: Use, factors: Tensor) -> Tensor:
+        """Sum over the examples of factor [B] times gradient, of the argument's shape."""
+        ...
+
+    def grad(self, use: Use) -> Tensor:
+        """The gradient of each example [B, *shape]."""
+        ...
+
+    def cost(self, use: Use) -> Cost:
+        """How the rule works for these shapes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator with rules.
+
+    Attributes:
+        reads: the positions of its parameters and of its inputs.
+        rules: the rule of each parameter's position.
+    """
+
+    reads: Reads
+    rules: Mapping[int, Rule]
+
+
+def weighted_sum(grad: Tensor, factors: Tensor) -> Tensor:
+    """The sum of factor [B] times gradient [B, *shape]."""
+    return (factors.to(grad.dtype) @ grad.reshape(grad.shape[0], -1)).reshape(grad.shape[1:])
+
+
+class Formed:
+    """A rule that forms the gradient of each example; subclasses give `grad`."""
+
+    def grad(self, use: Use) -> Tensor:
+        """The gradient of each example [B, *shape]."""
+        raise NotImplementedError
+
+    def norm2(self, use: Use) -> Tensor:
+        """Squared gradient norm of each example [B]."""
+        return self._kept(use).flatten(1).square().sum(1)
+
+    def total(self, use: Use, factors: Tensor) -> Tensor:
+        """Sum over the examples of factor [B] times gradient."""
+        return weighted_sum(self._kept(use), factors)
+
+    def cost(self, use: Use) -> Cost:
+        """Always formed."""
+        return Cost("formed", 1, torch.Size(use.shape).numel())
+
+    def _kept(self, use: Use) -> Tensor:
+        grad = self.grad(use) if use.formed is None else use.formed
+        if use.fits:
+            use.formed = grad
+        return grad

@@ -1,0 +1,222 @@
+"""What a scenario needs before its first round: data, partition, model, plan, and who trains."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mycelia.aggregator import selectors
+from mycelia.aggregator.rounds import asked_for
+from mycelia.aggregator.selectors import Selector
+from mycelia.engine.algorithms import Algorithm
+from mycelia.engine.algorithms import build as build_algorithm
+from mycelia.engine.data import Dataset, load
+from mycelia.engine.local import LocalWork
+from mycelia.engine.plugins import user_code
+from mycelia.engine.program import Program
+from mycelia.engine.sums import SumFormat, TermSpec
+from mycelia.engine.transforms.compile import (
+    Plan,
+    choose_plan,
+    example_batch,
+    package_adder,
+    package_of,
+    tune,
+)
+from mycelia.simulations.backends import Backend, Inline, Task, Workers
+from mycelia.simulations.backends.shared import shared_folder
+from mycelia.simulations.dealing import pool
+from mycelia.simulations.partition import Partition
+from mycelia.simulations.recipe import Recipe
+from mycelia.simulations.scenario import Scenario
+
+__all__ = ["Prepared", "open_backend", "prepare"]
+
+_POISSON_CHUNK = 4096  # most clients in one call of a backend when a round may draw everybody
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A scenario's parts, loaded and checked.
+
+    Attributes:
+        scenario: the settings they come from.
+        dataset: train and test examples.
+        partition: who holds what.
+        algorithm: bound to the population.
+        work: what a client does, as the algorithm adjusted it.
+        program: the model and its loss.
+        selector: draws the cohorts.
+        cohort: clients a round aims for.
+        max_weight: largest weight a client may have.
+        plan: how local steps run, and why.
+        batch_shape: shape of the inputs of a full batch, None where there is none.
+        package: the compiled step of a full batch, None for the other plans.
+    """
+
+    scenario: Scenario
+    dataset: Dataset
+    partition: Partition
+    algorithm: Algorithm
+    work: LocalWork
+    program: Program
+    selector: Selector
+    cohort: int
+    max_weight: float
+    plan: Plan
+    batch_shape: tuple[int, ...] | None
+    package: Path | None
+
+
+def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
+    """Load, check and compile what a scenario names.
+
+    Args:
+        scenario: the settings.
+        recorded_plan: the plan of a run that goes on, which it keeps; empty: the scenario's is resolved.
+
+    Raises:
+        ConfigError: settings that are out of range or contradict each other.
+        DataError: data that is missing or malformed.
+    """
+    with user_code(f"data {scenario.data.name}"):
+        dataset = load(scenario.data.name, **scenario.data.options)
+    with user_code(f"algorithm {scenario.algorithm.name}"):
+        algorithm = build_algorithm(scenario.algorithm.name, **scenario.algorithm.options)
+    with user_code(f"partition {scenario.partition.name}"):
+        partition = scenario.populate(dataset.train).partition
+    if algorithm.pooled:
+        partition = pool(partition)
+    cohort = 1 if algorithm.pooled else scenario.cohort
+    loss = scenario.loss_for(dataset.classes)
+    recipe = Recipe.of(dataset, scenario.model.name, scenario.model.options, loss, scenario.seed)
+    algorithm = algorithm.bind(population=partition.clients)
+    local = scenario.local
+    work = algorithm.work(LocalWork(local.epochs, local.steps, local.batch_size, local.lr))
+    with user_code(f"model {scenario.model.name}"):
+        program = recipe()
+    sizes = partition.sizes()
+    fixed = work.batch_size if 0 < work.batch_size <= int(sizes.max()) else 0
+    batch = example_batch(dataset.train.inputs, dataset.train.targets, fixed)
+    steps = scenario.rounds * cohort * work.step_count(int(np.median(sizes)))
+    plan, package = _plan(recorded_plan, scenario.plan, steps, program, algorithm, work, batch)
+    return Prepared(
+        scenario=scenario,
+        dataset=dataset,
+        partition=partition,
+        algorithm=algorithm,
+        work=work,
+        program=program,
+        selector=selectors.build(scenario.selector.name, **scenario.selector.options),
+        cohort=cohort,
+        max_weight=_max_weight(scenario, sizes),
+        plan=plan,
+        batch_shape=None if batch is None else tuple(batch[0].shape),
+        package=package,
+    )
+
+
+@contextmanager
+def open_backend(prepared: Prepared, run_path: Path) -> Iterator[Backend]:
+    """The processes that train, and the arrays they share, for as long as the context lasts."""
+    scenario, dataset, partition = prepared.scenario, prepared.dataset, prepared.partition
+    program, algorithm = prepared.program, prepared.algorithm
+    # Under Poisson a round may, however unlikely, draw everybody: the sum is planned for that
+    fixed_size = prepared.selector.fixed_size
+    cohort = asked_for(prepared.cohort, scenario.round) if fixed_size else partition.clients
+    carried = cohort if scenario.round.stragglers == "next_round" else 0
+    arrays = (dataset.train.inputs, dataset.train.targets, dataset.test.inputs, dataset.test.targets)
+    folder = shared_folder(sum(array.nbytes for array in arrays), run_path)
+    try:
+        dataset.train.save(folder / "train")
+        dataset.test.save(folder / "test")
+        partition.save(folder / "partition")
+        task = Task(
+            program=program,
+            algorithm=algorithm,
+            work=prepared.work,
+            form=SumFormat.plan(_terms(prepared), prepared.max_weight, cohort + carried),
+            seed=scenario.seed,
+            plan=prepared.plan.name,
+            folder=folder,
+            states=run_path / "clients",
+            classes=dataset.classes,
+            max_cohort=min(cohort + carried, max(_POISSON_CHUNK, prepared.cohort)),
+            batch_shape=prepared.batch_shape,
+            package=prepared.package,
+            adder=_adder(program, algorithm) if prepared.package else None,
+        )
+        if scenario.backend.name == "inline":
+            backend: Backend = Inline(task)
+        else:
+            extra = algorithm.message_extra(algorithm.start(program))
+            backend = Workers(
+                task, dict(extra), workers=scenario.backend.workers, deadline_s=scenario.round.budget_s
+            )
+        # every process holds its maps by now: without names, a killed run leaves nothing behind
+        shutil.rmtree(folder, ignore_errors=True)
+        with backend:
+            yield backend
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _plan(
+    recorded: str,
+    wanted: str,
+    steps: int,
+    program: Program,
+    algorithm: Algorithm,
+    work: LocalWork,
+    batch: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[Plan, Path | None]:
+    """The recorded plan of a run that goes on, else the rule or measurement; and what is compiled."""
+    if recorded:
+        plan = Plan(recorded, "recorded")
+    elif program.graphs is None and wanted in ("default", "tune"):
+        plan = Plan("eager", "the model has no graph")
+    else:
+        plan = choose_plan(wanted, steps)
+    if plan.name in ("eager", "interpreter"):
+        return plan, None
+    if batch is None:
+        return Plan("eager", "no batch has a fixed size"), None
+    params, buffers = program.init()
+    vector = program.flatten(params).clone()
+    extra = {"lr": work.rate(vector.dtype)} | algorithm.step_extra(program)
+    example = (program.unflatten(vector), buffers, *batch, extra)
+    if plan.name == "tune":
+        plan = tune(program, algorithm.adjust(program), example, steps)[0]
+    if plan.name == "interpreter":
+        return plan, None
+    return plan, package_of(program, algorithm.adjust(program), example)
+
+
+def _terms(prepared: Prepared) -> dict[str, TermSpec]:
+    """The algorithm's terms, with the configured bound on the parameters' deltas."""
+    algorithm = prepared.algorithm
+    with user_code(f"algorithm {algorithm.name}"):
+        specs = dict(algorithm.terms(prepared.program))
+    if "params" in specs:
+        specs["params"] = replace(specs["params"], max_abs=prepared.scenario.update.max_abs)
+    return specs
+
+
+def _max_weight(scenario: Scenario, sizes: npt.NDArray[Any]) -> float:
+    return scenario.update.max_weight or float(max(1, int(sizes.max())))
+
+
+def _adder(program: Program, algorithm: Algorithm) -> Path | None:
+    """The compiled sum of the parameters' deltas, where they are float32 and the algorithm sends them."""
+    float32 = program.flatten(program.init()[0]).dtype == torch.float32
+    specs = algorithm.terms(program)
+    fits = "params" in specs and specs["params"].size == program.dimension
+    return package_adder(program.dimension) if float32 and fits and program.dimension > 1 else None
