@@ -10,6 +10,7 @@ from pydantic import Field
 from mycelia.aggregator.deadlines import MIN_BUDGET_S
 from mycelia.engine.config import Named, Strict
 from mycelia.engine.errors import ConfigError
+from mycelia.privacy.config import PrivacyConfig
 
 __all__ = ["EvaluationConfig", "FederationConfig", "LocalConfig", "RoundConfig", "UpdateConfig"]
 
@@ -77,7 +78,7 @@ class UpdateConfig(Strict):
 class FederationConfig(Strict):
     """A federation, apart from who its clients are."""
 
-    unavailable: ClassVar[frozenset[str]] = frozenset({"privacy", "secure_sum", "defence", "adversary"})
+    unavailable: ClassVar[frozenset[str]] = frozenset({"secure_sum", "defence", "adversary"})
 
     model: Named
     data: Named
@@ -95,6 +96,8 @@ class FederationConfig(Strict):
     round: RoundConfig = RoundConfig()
     update: UpdateConfig = UpdateConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    privacy: PrivacyConfig | None = None
+    """Its presence makes the run private."""
 
     def loss_for(self, classes: int | None) -> str:
         """The loss by name, `auto` resolved for the data."""
@@ -111,6 +114,8 @@ class FederationConfig(Strict):
         except ConfigError as error:
             yield "selector", "; ".join(filter(None, (error.found, error.rule, error.fix)))
             return
+        if self.privacy is not None:
+            yield from self._private_conflicts()
         if not selector.fixed_size:
             if self.round.over_select != 1:
                 yield "round.over_select", f"must be 1: the selector {self.selector.name} fixes the rate"
@@ -121,3 +126,17 @@ class FederationConfig(Strict):
                     "round.stragglers",
                     f"the selector {self.selector.name} admits no other clients; use discard",
                 )
+
+    def _private_conflicts(self) -> Iterable[tuple[str, str]]:
+        if self.privacy is not None and self.privacy.unit != "client":
+            yield "privacy.unit", "must be 'client': in a federation each client is protected as a whole"
+        if self.selector.name not in {"poisson", "uniform"}:
+            yield "selector", "must be poisson or uniform: others have no privacy bound"
+        if self.round.over_select != 1:
+            yield "round.over_select", "must be 1: the cohort is the sampler of the privacy bound"
+        if self.round.on_failure == "replace":
+            yield "round.on_failure", "must not be replace: the cohort is the sampler of the privacy bound"
+        if self.round.stragglers == "next_round":
+            yield "round.stragglers", "must be discard: a client has one update a round"
+        if self.update.max_weight not in {0.0, 1.0}:
+            yield "update.max_weight", "must be 0 or 1: every client has weight 1"

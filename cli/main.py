@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, Entry] = {
     "simulate": Entry("mycelia.cli.simulate", "command", "Simulate a federation on this machine."),
     "train": Entry("mycelia.cli.train", "command", "Train a model centrally."),
     "report": Entry("mycelia.cli.report", "command", "Make the HTML and JSON report of a run."),
+    "privacy": Entry("mycelia.cli.privacy", "app", "Compute, calibrate and show what is spent of privacy."),
     "runs": Entry("mycelia.cli.runs", "app", "List, compare and show runs."),
 }
 

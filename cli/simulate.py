@@ -111,6 +111,11 @@ def _run(go: Callable[[Listener], SimulationResult], form: Format) -> int:
                 "rounds",
                 f"{result.rounds}" + (f", {result.failed_rounds} failed" if result.failed_rounds else ""),
             ),
+            *(
+                [("privacy", f"epsilon {result.epsilon:.4g}, delta {result.delta:g}, per client")]
+                if result.epsilon is not None
+                else []
+            ),
             ("seconds", f"{result.seconds_total:.1f} in all, {result.seconds_per_round:.3f} a round"),
             ("sent", f"{result.bytes_up / 1e6:.1f} MB up, {result.bytes_down / 1e6:.1f} MB down"),
             ("model", result.model_sha256),

@@ -23,7 +23,9 @@ from mycelia.engine.transforms.coupling import coupling
 from mycelia.engine.transforms.over_clients import batchable
 from mycelia.engine.transforms.taps import TappedProgram, taps
 from mycelia.engine.types import Tensors
+from mycelia.privacy.clip import PerLayer
 from mycelia.privacy.rules import RULES, Rule, Use
+from mycelia.privacy.rules.base import Room, weighted_sum
 from mycelia.privacy.rules.combine import Combined, combine
 
 __all__ = ["BACKENDS", "Clip", "Clipped", "ClippedGrad", "clipped_grad", "explain"]
@@ -32,7 +34,7 @@ BACKENDS = ("auto", "taps", "vmap")
 
 
 class Clip(Protocol):
-    """A clip function: norms [B] to factors [B]; see `mycelia.privacy.clip`."""
+    """A clip function: norms [B] to factors [B], or by group [B, L]; see `mycelia.privacy.clip`."""
 
     def __call__(self, norms: Tensor) -> Tensor:
         """The factors."""
@@ -45,7 +47,7 @@ class Clipped(NamedTuple):
     Attributes:
         total: the sum of the clipped gradients by parameter, in the parameters' dtype and at least float32.
         norms: gradient norm of each example [B]; zero where the mask or a non-finite value excludes it.
-        factors: what each gradient was multiplied with [B].
+        factors: what each gradient was multiplied with [B], or each group of parameters [B, L].
         losses: loss of each example [B]; zero where the mask excludes it.
     """
 
@@ -142,24 +144,42 @@ class ClippedGrad:
                 losses = slow if losses is None else losses
             if losses is None:  # nothing is trained
                 losses = self.program.forward(params, buffers, inputs, targets, seed=seed, first=first).losses
-            squares = [use.norm2() for use in uses] + [g.flatten(1).square().sum(1) for g in formed.values()]
+            squares = {use.parameter: use.norm2() for use in uses}
+            squares |= {name: g.flatten(1).square().sum(1) for name, g in formed.items()}
             zero = torch.zeros_like(losses)
-            square = torch.stack(squares).sum(0) if squares else zero
-            good = torch.isfinite(losses) & torch.isfinite(square)
+            groups = self._grouped(squares, zero)
+            good = torch.isfinite(losses) & torch.isfinite(groups).all(1)
             if mask is not None:
                 good = good & mask
             # inner products may come out a hair below zero
-            norms = torch.where(good, square, torch.zeros_like(square)).clamp(min=0).sqrt()
-            factors = torch.where(good, self.clip(norms), torch.zeros_like(norms))
+            groups = torch.where(good[:, None], groups, torch.zeros_like(groups)).clamp(min=0)
+            norms = groups.sum(1).sqrt()
+            layered = isinstance(self.clip, PerLayer)
+            factors = self.clip(groups.sqrt() if layered else norms)
+            factors = _blank(factors, good)
             if not bool((good if mask is None else good | ~mask).all()):
                 # a factor of zero does not silence a row that is not finite: 0 * inf is NaN
                 for use in uses:
                     use.select(good)
                 formed = {name: _blank(g, good) for name, g in formed.items()}
-            total = {use.parameter: use.total(factors) for use in uses}
-            total |= {n: (factors.to(g.dtype) @ g.flatten(1)).view(g.shape[1:]) for n, g in formed.items()}
+            own = self._columns()
+            total = {use.parameter: use.total(_column(factors, own[use.parameter])) for use in uses}
+            total |= {name: weighted_sum(g, _column(factors, own[name])) for name, g in formed.items()}
             whole = {n: total.get(n, torch.zeros_like(p)) for n, p in params.items()}
             return Clipped(whole, norms, factors, torch.where(good, losses, zero))
+
+    def _columns(self) -> dict[str, int]:
+        """The clip group of each parameter."""
+        names = [entry.name for entry in self.program.schema.of(Role.PARAMETER)]
+        columns = self.clip.columns(names) if isinstance(self.clip, PerLayer) else (0,) * len(names)
+        return dict(zip(names, columns, strict=True))
+
+    def _grouped(self, squares: Mapping[str, Tensor], zero: Tensor) -> Tensor:
+        """Squared norms by clip group [B, L]."""
+        own = self._columns()
+        count = len(self.clip.groups) if isinstance(self.clip, PerLayer) else 1
+        sums = [[square for name, square in squares.items() if own[name] == group] for group in range(count)]
+        return torch.stack([torch.stack(part).sum(0) if part else zero for part in sums], 1)
 
 
 def clipped_grad(
@@ -175,7 +195,7 @@ def clipped_grad(
 
     Args:
         program: its training pass must treat the examples one by one.
-        clip: norms [B] to factors [B].
+        clip: norms [B] to factors [B]; `PerLayer` clips groups of parameters for themselves.
         backend: "taps" and "auto": operators with rules through taps, the parameters of others through
             `vmap(grad)`; "vmap": all parameters so.
         strict: raise where a parameter would go through `vmap`.
@@ -183,7 +203,7 @@ def clipped_grad(
         workspace_mb: megabytes of per-example gradients that may be kept from the norms to the sum.
 
     Raises:
-        ConfigError: an unknown backend, or sizes below 1.
+        ConfigError: an unknown backend, sizes below 1, or clip groups that do not cover the parameters.
         CaptureError: an example's loss depends on another example; with `strict`, an operator without a rule.
     """
     if backend not in BACKENDS:
@@ -213,6 +233,8 @@ def clipped_grad(
             fix="leave strict out, or freeze the parameter",
             who="clipped_grad",
         )
+    if isinstance(clip, PerLayer):
+        clip.columns(names)
     some = tapped is not None and bool(tapped.taps)
     used = "taps+vmap" if some and reasons else "vmap" if reasons else "taps"
     return ClippedGrad(program, clip, used, reasons, physical, int(workspace_mb * 2**20), tapped)
@@ -239,7 +261,7 @@ def _uses(
     workspace: int,
 ) -> list[tuple[Use, Rule, Tensor]]:
     """The uses in order, with their rules and parameters."""
-    count = sum(len(tap.sites) for tap in tapped.taps)
+    room = Room(workspace)
     found = []
     for tap, parts, grad in zip(tapped.taps, values, grads, strict=True):
         rules = RULES[tap.target].rules
@@ -247,9 +269,13 @@ def _uses(
             parameter = params[site.parameter].detach()
             shape = tuple(site.view(parameter).shape)
             wide = tuple(_wide(part) for part in parts)
-            use = Use(tap, site, wide, _wide(grad), shape, workspace // max(count, 1))
+            use = Use(tap, site, wide, _wide(grad), shape, room)
             found.append((use, rules[site.argument], parameter))
     return found
+
+
+def _column(factors: Tensor, group: int) -> Tensor:
+    return factors if factors.dim() == 1 else factors[:, group]
 
 
 def _wide(tensor: Tensor) -> Tensor:

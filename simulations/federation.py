@@ -21,6 +21,7 @@ from mycelia.engine.algorithms import Algorithm, Message, ServerState
 from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.engine.plugins import user_code
 from mycelia.engine.program import Program
+from mycelia.privacy.pipeline import Pipeline
 from mycelia.simulations.backends import Backend, Failure
 from mycelia.simulations.behaviour import Behaviour
 from mycelia.simulations.partition import Partition
@@ -105,6 +106,8 @@ class Federation:
         steps: local steps of a client with this many examples.
         max_examples: most examples a client may report in a round.
         progress: called with (clients done, clients asked) while a cohort trains.
+        pipeline: what the server does to the sum before it is merged.
+        release: called with the round's number before anything of its sum is published.
     """
 
     def __init__(
@@ -122,11 +125,14 @@ class Federation:
         max_weight: float,
         steps: Callable[[int], int],
         progress: Callable[[int, int], None] = lambda done, asked: None,
+        pipeline: Pipeline = Pipeline(),  # noqa: B008 - frozen and empty
+        release: Callable[[int], None] = lambda round: None,
     ) -> None:
         self.program, self.algorithm, self.backend = program, algorithm, backend
         self.partition, self.selector, self.behaviour = partition, selector, behaviour
         self.config, self.cohort, self.seed = config, cohort, seed
         self.max_weight, self.progress = max_weight, progress
+        self.pipeline, self._release = pipeline, release
         self.state: ServerState = algorithm.start(program)
         self.now_s = 0.0
         self.carried: dict[int, Straggler] = {}
@@ -172,7 +178,7 @@ class Federation:
         trained = time.perf_counter()
         merged = trained
         if collected.merge is not None and round.result is None:
-            effects = self._merge(round, collected.merge)
+            effects = self._merge(round, collected.merge, number)
             merged = time.perf_counter()
             self._carry_out(effects, round, number, collected)
             if collected.evaluate and evaluate is not None and round.result is None:
@@ -338,7 +344,7 @@ class Federation:
         meta = UpdateMeta(client, trained_on, attempt, self.program.schema.sha256, float(row[1]))
         return round.update(meta, self.now_s)
 
-    def _merge(self, round: Round, merge: Merge) -> list[Effect]:
+    def _merge(self, round: Round, merge: Merge, number: int) -> list[Effect]:
         total = self.backend.total()
         if total.count != len(merge.survivors):  # the sum and the record must never part
             raise MyceliaError(
@@ -346,7 +352,10 @@ class Federation:
                 rule="every accepted update is in the sum, and no other",
                 who="merge",
             )
-        if total.count == 0:
+        if self.pipeline.stages:
+            self._release(number)
+            total = self.pipeline.server(total, number)
+        elif total.count == 0:
             return round.merged(self.now_s)
         if not all(weight > 0 for weight in total.weights.values()):
             return round.merge_failed("the weights sum to zero", self.now_s, reason="zero_weight")

@@ -31,10 +31,12 @@ from mycelia.engine.transforms.compile import (
     package_of,
     tune,
 )
+from mycelia.privacy.pipeline import Pipeline
 from mycelia.simulations.backends import Backend, Inline, Task, Workers
 from mycelia.simulations.backends.shared import shared_folder
 from mycelia.simulations.dealing import pool
 from mycelia.simulations.partition import Partition
+from mycelia.simulations.private import PrivatePlan, plan_privacy
 from mycelia.simulations.recipe import Recipe
 from mycelia.simulations.scenario import Scenario
 
@@ -60,6 +62,8 @@ class Prepared:
         plan: how local steps run, and why.
         batch_shape: shape of the inputs of a full batch, None where there is none.
         package: the compiled step of a full batch, None for the other plans.
+        form: format of the exact sum.
+        privacy: what the `[privacy]` block comes to, None without one.
     """
 
     scenario: Scenario
@@ -74,6 +78,8 @@ class Prepared:
     plan: Plan
     batch_shape: tuple[int, ...] | None
     package: Path | None
+    form: SumFormat
+    privacy: PrivatePlan | None
 
 
 def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
@@ -108,6 +114,14 @@ def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
     batch = example_batch(dataset.train.inputs, dataset.train.targets, fixed)
     steps = scenario.rounds * cohort * work.step_count(int(np.median(sizes)))
     plan, package = _plan(recorded_plan, scenario.plan, steps, program, algorithm, work, batch)
+    selector = selectors.build(scenario.selector.name, **scenario.selector.options)
+    max_weight = _max_weight(scenario, sizes)
+    privacy = None
+    if scenario.privacy is not None:
+        privacy = plan_privacy(
+            scenario.privacy, algorithm, selector=scenario.selector.name, cohort=cohort,
+            clients=partition.clients, rounds=scenario.rounds,
+        )  # fmt: skip
     return Prepared(
         scenario=scenario,
         dataset=dataset,
@@ -115,13 +129,18 @@ def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
         algorithm=algorithm,
         work=work,
         program=program,
-        selector=selectors.build(scenario.selector.name, **scenario.selector.options),
+        selector=selector,
         cohort=cohort,
-        max_weight=_max_weight(scenario, sizes),
+        max_weight=max_weight,
         plan=plan,
         batch_shape=None if batch is None else tuple(batch[0].shape),
         package=package,
-    )
+        form=SumFormat.plan(
+            _terms(scenario, algorithm, program), max_weight,
+            _most_updates(scenario, selector, cohort, partition.clients),
+        ),
+        privacy=privacy,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -129,10 +148,7 @@ def open_backend(prepared: Prepared, run_path: Path) -> Iterator[Backend]:
     """The processes that train, and the arrays they share, for as long as the context lasts."""
     scenario, dataset, partition = prepared.scenario, prepared.dataset, prepared.partition
     program, algorithm = prepared.program, prepared.algorithm
-    # Under Poisson a round may, however unlikely, draw everybody: the sum is planned for that
-    fixed_size = prepared.selector.fixed_size
-    cohort = asked_for(prepared.cohort, scenario.round) if fixed_size else partition.clients
-    carried = cohort if scenario.round.stragglers == "next_round" else 0
+    most = _most_updates(scenario, prepared.selector, prepared.cohort, partition.clients)
     arrays = (dataset.train.inputs, dataset.train.targets, dataset.test.inputs, dataset.test.targets)
     folder = shared_folder(sum(array.nbytes for array in arrays), run_path)
     try:
@@ -143,16 +159,17 @@ def open_backend(prepared: Prepared, run_path: Path) -> Iterator[Backend]:
             program=program,
             algorithm=algorithm,
             work=prepared.work,
-            form=SumFormat.plan(_terms(prepared), prepared.max_weight, cohort + carried),
+            form=prepared.form,
             seed=scenario.seed,
             plan=prepared.plan.name,
             folder=folder,
             states=run_path / "clients",
             classes=dataset.classes,
-            max_cohort=min(cohort + carried, max(_POISSON_CHUNK, prepared.cohort)),
+            max_cohort=min(most, max(_POISSON_CHUNK, prepared.cohort)),
             batch_shape=prepared.batch_shape,
             package=prepared.package,
             adder=_adder(program, algorithm) if prepared.package else None,
+            pipeline=prepared.privacy.device() if prepared.privacy else Pipeline(),
         )
         if scenario.backend.name == "inline":
             backend: Backend = Inline(task)
@@ -200,17 +217,24 @@ def _plan(
     return plan, package_of(program, algorithm.adjust(program), example)
 
 
-def _terms(prepared: Prepared) -> dict[str, TermSpec]:
+def _most_updates(scenario: Scenario, selector: Selector, cohort: int, clients: int) -> int:
+    """The most updates in one sum. Under Poisson a round may, however unlikely, draw everybody."""
+    asked = asked_for(cohort, scenario.round) if selector.fixed_size else clients
+    return asked * 2 if scenario.round.stragglers == "next_round" else asked
+
+
+def _terms(scenario: Scenario, algorithm: Algorithm, program: Program) -> dict[str, TermSpec]:
     """The algorithm's terms, with the configured bound on the parameters' deltas."""
-    algorithm = prepared.algorithm
     with user_code(f"algorithm {algorithm.name}"):
-        specs = dict(algorithm.terms(prepared.program))
+        specs = dict(algorithm.terms(program))
     if "params" in specs:
-        specs["params"] = replace(specs["params"], max_abs=prepared.scenario.update.max_abs)
+        specs["params"] = replace(specs["params"], max_abs=scenario.update.max_abs)
     return specs
 
 
 def _max_weight(scenario: Scenario, sizes: npt.NDArray[Any]) -> float:
+    if scenario.privacy is not None:
+        return 1.0
     return scenario.update.max_weight or float(max(1, int(sizes.max())))
 
 

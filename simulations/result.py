@@ -26,8 +26,9 @@ class SimulationResult:
         worst_decile_accuracy: mean accuracy of the worst tenth of the clients.
         bytes_up: sent by clients, over all rounds.
         bytes_down: received by clients, over all rounds.
-        epsilon: None: the run was not private.
-        delta: None: the run was not private.
+        epsilon: spent, an upper bound for what a client revealed; None: the run was not private.
+        delta: δ of that bound; None: the run was not private.
+        stopped_by: "budget" where the next round could not be paid for, else "".
         plan: how local steps ran.
         model_sha256: hash of the final parameters and buffers.
         partition_sha256: hash of who holds what.
@@ -50,6 +51,7 @@ class SimulationResult:
     bytes_down: int
     epsilon: float | None
     delta: float | None
+    stopped_by: str
     plan: str
     model_sha256: str
     partition_sha256: str

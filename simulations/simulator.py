@@ -24,11 +24,14 @@ from mycelia.engine.report.spread import worst_decile
 from mycelia.engine.run import CHECKPOINTS, Run
 from mycelia.engine.schema import model_sha256
 from mycelia.engine.types import Tensors
+from mycelia.privacy.ledger import Head
+from mycelia.privacy.pipeline import Pipeline
 from mycelia.simulations.backends import Backend
 from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.federation import Federation, RoundReport, Straggler
 from mycelia.simulations.partition import Partition
 from mycelia.simulations.preparation import Prepared, open_backend, prepare
+from mycelia.simulations.private import Guard
 from mycelia.simulations.result import SimulationResult
 from mycelia.simulations.scenario import Scenario, load_scenario
 
@@ -122,6 +125,8 @@ class _Simulation:
         self.number = 0
         self.plan_name = ""
         self.bytes_up = self.bytes_down = 0
+        self.guard: Guard | None = None
+        self.stopped_by = ""
 
     @property
     def started(self) -> bool:
@@ -145,12 +150,17 @@ class _Simulation:
                 self.run.log(events.RunFinished(status="failed", error=str(error)))
             raise
         finally:
+            if self.guard is not None:
+                self.guard.close()
             torch.set_num_threads(threads)
 
     def _go(self, checkpoint: Checkpoint | None) -> SimulationResult:
         scenario = self.scenario
         prepared = prepare(scenario, str(checkpoint.meta.get("plan", "")) if checkpoint else "")
         self.plan_name = prepared.plan.name
+        if prepared.privacy is not None:
+            head = Head(*checkpoint.meta["ledger"]) if checkpoint else None
+            self.guard = Guard(prepared.privacy, self.run.path, scenario.seed, head)
         with open_backend(prepared, self.run.path) as backend:
             federation = Federation(
                 program=prepared.program,
@@ -165,6 +175,8 @@ class _Simulation:
                 max_weight=prepared.max_weight,
                 steps=prepared.work.step_count,
                 progress=self._progress,
+                pipeline=self._pipeline(prepared),
+                release=lambda round: self._release(federation, round),
             )
             if checkpoint is None:
                 self._log_start(prepared)
@@ -172,9 +184,23 @@ class _Simulation:
             else:
                 self._restore(federation, checkpoint)
             startup = time.perf_counter() - self.began
-            while self.number < scenario.rounds:
+            while self.number < scenario.rounds and not self.stopped_by:
+                if self.guard is not None and not self.guard.affordable(self.number):
+                    self.stopped_by = "budget"
+                    break
                 self._round(federation, backend)
             return self._finish(federation, backend, prepared.partition, startup)
+
+    def _pipeline(self, prepared: Prepared) -> Pipeline:
+        if self.guard is None or prepared.privacy is None:
+            return Pipeline()
+        return prepared.privacy.whole(prepared.form, self.guard.source)
+
+    def _release(self, federation: Federation, round: int) -> None:
+        if self.guard is not None:
+            state = federation.state
+            model = federation.program.unflatten(state.vector) | state.buffers | state.extra
+            self.guard.release(round, f"{round}:{model_sha256(model)}")
 
     def _log_start(self, prepared: Prepared) -> None:
         scenario, partition, plan = self.scenario, prepared.partition, prepared.plan
@@ -225,6 +251,8 @@ class _Simulation:
         self._record(report, federation)
         if found:
             self.run.log(events.Evaluation(metrics=found, round=self.number))
+        if self.guard is not None:
+            self.run.log(self.guard.reading(self.number))
         used = memory()
         self.run.log(
             events.SystemLoad(
@@ -308,7 +336,8 @@ class _Simulation:
                 "later_rounds_s": sum(self.round_s[1:]),
                 "seconds": self.before_s + time.perf_counter() - self.began,
                 "schema": federation.program.schema.sha256,
-            },
+            }
+            | ({} if self.guard is None else {"ledger": self.guard.head()}),
         )
 
     def _restore(self, federation: Federation, checkpoint: Checkpoint) -> None:
@@ -369,8 +398,9 @@ class _Simulation:
             worst_decile_accuracy=worst_decile(accuracies) if accuracies else None,
             bytes_up=self.bytes_up,
             bytes_down=self.bytes_down,
-            epsilon=None,
-            delta=None,
+            epsilon=None if self.guard is None else self.guard.budget.spent,
+            delta=None if self.guard is None else self.guard.budget.delta,
+            stopped_by=self.stopped_by,
             plan=self.plan_name,
             model_sha256=model_sha256(federation.program.unflatten(state.vector) | state.buffers),
             partition_sha256=partition.sha256,

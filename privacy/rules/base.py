@@ -11,7 +11,14 @@ from torch import Tensor
 
 from mycelia.engine.transforms.taps import Reads, Site, Tap
 
-__all__ = ["Cost", "Operator", "Rule", "Use", "weighted_sum"]
+__all__ = ["Cost", "Formed", "Operator", "Room", "Rule", "Use", "weighted_sum"]
+
+
+@dataclass
+class Room:
+    """Bytes that per-example gradients may still take, for all uses of a pass together."""
+
+    left: int
 
 
 @dataclass
@@ -24,7 +31,7 @@ class Use:
         values: what the operator read of the examples, each [B, ...].
         grad: the gradient of its result [B, ...].
         shape: shape of the argument.
-        room: bytes that a formed per-example gradient may take to be kept until the sum.
+        room: what is left for per-example gradients that are kept until the sum.
         formed: the per-example gradient [B, *shape], once formed and kept.
     """
 
@@ -33,7 +40,7 @@ class Use:
     values: tuple[Tensor, ...]
     grad: Tensor
     shape: tuple[int, ...]
-    room: int
+    room: Room
     formed: Tensor | None = field(default=None, repr=False)
 
     @property
@@ -44,8 +51,16 @@ class Use:
     @property
     def fits(self) -> bool:
         """Whether the per-example gradient may be kept."""
-        entries = self.batch * torch.Size(self.shape).numel()
-        return entries * self.grad.element_size() <= self.room
+        return self._bytes() <= self.room.left
+
+    def keep(self, formed: Tensor) -> None:
+        """Keep the per-example gradient until the sum, if there is room."""
+        if self.formed is None and self.fits:
+            self.room.left -= self._bytes()
+            self.formed = formed
+
+    def _bytes(self) -> int:
+        return self.batch * torch.Size(self.shape).numel() * self.grad.element_size()
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,5 @@ class Formed:
 
     def _kept(self, use: Use) -> Tensor:
         grad = self.grad(use) if use.formed is None else use.formed
-        if use.fits:
-            use.formed = grad
+        use.keep(grad)
         return grad

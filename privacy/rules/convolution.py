@@ -45,8 +45,9 @@ class Convolution:
         """Squared gradient norm of each example [B]."""
         form = self.cost(use).form
         if form == "formed" and use.fits:
-            use.formed = self.grad(use)
-            return use.formed.flatten(1).square().sum(1)
+            formed = self.grad(use)
+            use.keep(formed)
+            return formed.flatten(1).square().sum(1)
         found = []
         for columns, g in self._tiles(use):
             if form == "ghost":

@@ -52,8 +52,7 @@ class Linear:
         g, a = self.factors(use)
         if self.cost(use).form == "formed":
             formed = torch.bmm(g.transpose(1, 2), a)
-            if use.fits:
-                use.formed = formed
+            use.keep(formed)
             return formed.square().sum((1, 2))
         return product_norm2(a, g)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from mycelia.engine.metrics import Metrics
 from mycelia.engine.program import Program
 from mycelia.engine.sums import ExactSum, SumFormat, Update
 from mycelia.engine.transforms.compile import Adder
+from mycelia.privacy.pipeline import Pipeline
 from mycelia.simulations.backends.base import Failure
 from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.partition import Partition
@@ -48,6 +49,7 @@ class Task:
         batch_shape: shape of the inputs of a full batch, None where there is none.
         package: the compiled step of a full batch, None for the other plans.
         adder: the compiled sum of float32 parameters, None for the other plans.
+        pipeline: what a client does to its update before it is summed.
     """
 
     program: Program
@@ -63,6 +65,7 @@ class Task:
     batch_shape: tuple[int, ...] | None = None
     package: Path | None = None
     adder: Path | None = None
+    pipeline: Pipeline = field(default_factory=Pipeline)
 
 
 class Replica:
@@ -110,6 +113,9 @@ class Replica:
                     rule="local returns (Update, state)",
                     who=f"algorithm {algorithm.name}",
                 )
+            update = self.task.pipeline.device(update)
+        except DataError as error:
+            return Failure(-1, True, error.found, error.fix or error.rule)
         except MyceliaError as error:
             return Failure(-1, False, str(error), error.fix)
         except Exception:

@@ -13,6 +13,7 @@ from mycelia.engine.capture import capture
 from mycelia.engine.errors import CaptureError, ConfigError
 from mycelia.engine.program import Program
 from mycelia.engine.types import Tensors
+from mycelia.privacy.clip import PerLayer
 from mycelia.privacy.clipped_grad import Clipped, clipped_grad, explain
 from tests.engine.transforms.programs import models
 from tests.engine.zoo import ZOO, captured
@@ -89,7 +90,21 @@ def test_every_use_equals_one_by_one(name: str) -> None:
         close(clipped(*program.init(), batch), one_by_one(module_of(name), batch, abadi), 1e-10)
 
 
-@pytest.mark.parametrize("name", CASES)
+VMAP = (
+    "conv2d-groups",
+    "embedding",
+    "shared-twice",
+    "tied-head",
+    "attention",
+    "lstm",
+    "group-norm",
+    "unused",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in VMAP else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_vmap_agrees(name: str) -> None:
     batch = batch_of(name, 4)
     close(run(name, 4, backend="vmap"), one_by_one(module_of(name), batch, abadi), 1e-10)
@@ -108,6 +123,36 @@ def test_another_clip_function(name: str) -> None:
     program, batch = program_of(name), batch_of(name, 5)
     found = clipped_grad(program, smooth)(*program.init(), batch)
     close(found, one_by_one(module_of(name), batch, smooth), 1e-10)
+
+
+@pytest.mark.parametrize("name", ["group-norm", "lstm", "attention", "shared-twice", "unused"])
+@pytest.mark.parametrize("bounds", [0.6, (0.3, 0.5)], ids=str)
+def test_groups_of_parameters(name: str, bounds: float | tuple[float, float]) -> None:
+    """Each group clipped for itself; both together never move the total by more than the sensitivity."""
+    program, batch = program_of(name), batch_of(name, 5)
+    names = list(program.init()[0])
+    clip = PerLayer(bounds, (tuple(names[1:]), (names[0],)))
+    found = clipped_grad(program, clip)(*program.init(), batch)
+    total = {n: torch.zeros_like(p) for n, p in program.init()[0].items()}
+    for row in range(5):
+        one = clipped_grad(program, torch.ones_like)(
+            *program.init(), tuple(part[row : row + 1] for part in batch)
+        )
+        for group, bound in zip(clip.groups, clip.bounds, strict=True):
+            norm = torch.cat([one.total[n].flatten() for n in group]).norm()
+            factor = min(1.0, bound / float(norm)) if norm > 0 else 1.0
+            for n in group:
+                total[n] += factor * one.total[n]
+    torch.testing.assert_close(found.total, total, rtol=1e-10, atol=1e-10)
+    alone = clipped_grad(program, clip)(*program.init(), tuple(part[-1:] for part in batch))
+    assert torch.cat([t.flatten() for t in alone.total.values()]).norm() <= clip.sensitivity().bound * (
+        1 + 1e-12
+    )
+
+
+def test_groups_must_cover_the_parameters() -> None:
+    with pytest.raises(ConfigError, match="bias"):
+        clipped_grad(program_of("linear"), PerLayer(1.0, (("weight",),)))
 
 
 @pytest.mark.parametrize("name", ["linear", "conv2d", "lstm", "tied-head", "prelu", "weight-norm"])

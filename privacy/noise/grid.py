@@ -1,0 +1,106 @@
+"""Noise in integers: totals are rounded to a grid, noised there, and scaled back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mycelia.engine.errors import ConfigError, DataError
+from mycelia.privacy.noise.base import check_scale, check_total
+from mycelia.privacy.noise.lattice import MAX_SPREAD
+
+__all__ = ["MIN_SPREAD", "RELATIVE_STEP", "add_on_grid", "check_spread", "grid_step", "to_model"]
+
+RELATIVE_STEP = 1e-9
+"""The default grid step, in clip bounds."""
+
+MIN_SPREAD = 1000.0
+"""The least scale of noise, in grid steps: privacy is then that of a continuous law to about 1e-6."""
+
+_BLOCK = 1 << 15
+_LARGEST = 2.0**52  # integers up to here, and their sums with noise, are exact in float64
+
+
+def grid_step(step: float | None, bound: float, who: str) -> float:
+    """The grid in use: the largest power of two that is at most `step`, by default 1e-9 of the clip bound.
+
+    Scaling by a power of two is exact, so a total is rounded once.
+
+    Raises:
+        ConfigError: the step or the bound is not a positive number.
+    """
+    asked = bound * RELATIVE_STEP if step is None else step
+    if not (asked > 0 and math.isfinite(asked)):
+        found = f"the clip bound is {bound}" if step is None else f"the grid step is {step}"
+        raise ConfigError(found, rule="finite and above 0", who=who)
+    return math.ldexp(0.5, math.frexp(asked)[1])
+
+
+def check_spread(spread: float, who: str, name: str = "std") -> None:
+    """Refuse a scale of noise that the grid does not suit; 0 stands for no noise.
+
+    Args:
+        spread: in grid steps.
+        who: for messages.
+        name: what it is called.
+
+    Raises:
+        ConfigError: neither 0 nor in [1000, 2**44].
+    """
+    check_scale(spread, who, name)
+    if spread and not MIN_SPREAD <= spread <= MAX_SPREAD:
+        raise ConfigError(
+            f"{name} is {spread:.3g} grid steps",
+            rule=f"{MIN_SPREAD:.0f} <= {name} / grid <= 2**44",
+            fix="choose another grid step",
+            who=who,
+        )
+
+
+def to_model(noise: npt.NDArray[np.int64], grid: float) -> Tensor:
+    """Noise of the grid in model units, float64 [size]."""
+    return torch.from_numpy(noise).to(torch.float64).mul_(grid)
+
+
+def add_on_grid(total: Tensor, grid: float, draw: Callable[[int], npt.NDArray[np.int64]], who: str) -> Tensor:
+    """round(total / grid) + noise, in integers, times `grid`; in the dtype and on the device of the total.
+
+    Args:
+        total: float32 or float64, any shape.
+        grid: a power of two.
+        draw: gives so many integers of noise; called once.
+        who: for messages.
+
+    Raises:
+        ConfigError: another dtype.
+        DataError: an entry is not finite, or beyond 2**52 grid steps.
+    """
+    check_total(total, who)
+    values = total.detach().reshape(-1).numpy(force=True)
+    out = np.empty(values.shape, values.dtype)
+    noise = draw(len(values))
+    scratch = np.empty(min(_BLOCK, len(values)), np.float64)
+    integers = np.empty(len(scratch), np.int64)
+    for begin in range(0, len(values), _BLOCK):
+        part = slice(begin, begin + _BLOCK)
+        scaled = scratch[: len(noise[part])]
+        whole = integers[: len(scaled)]
+        np.multiply(values[part], 1 / grid, out=scaled, dtype=np.float64)
+        if not (scaled.max() <= _LARGEST and scaled.min() >= -_LARGEST):  # a NaN fails every comparison
+            raise DataError(
+                f"the total has an entry that is not finite or beyond {_LARGEST * grid:.3g}",
+                rule="totals are finite and below 2**52 grid steps",
+                fix="clip the contributions, or take a coarser grid",
+                who=who,
+            )
+        np.rint(scaled, out=scaled)
+        whole[:] = scaled
+        whole += noise[part]
+        np.multiply(whole, grid, out=scaled)
+        out[part] = scaled
+    return torch.from_numpy(out).view(total.shape).to(total.device)
