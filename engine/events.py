@@ -242,7 +242,10 @@ class Text(Event):
 
 @dataclass(frozen=True, slots=True)
 class Privacy(Event):
-    """The privacy spent so far: (ε, δ) at `level` ("example" or "client"), and what else is worth a curve."""
+    """The privacy spent so far: (ε, δ) at `level` ("example" or "client"), and what else is worth a curve.
+
+    `statement` says all that ε depends on: relation, sampling, accountant, noise source, what it covers.
+    """
 
     kind: ClassVar[str] = "privacy"
 
@@ -252,6 +255,7 @@ class Privacy(Event):
     round: int | None = None
     step: int | None = None
     values: Mapping[str, float] = field(default_factory=dict)
+    statement: str = ""
 
 
 @dataclass(frozen=True, slots=True)

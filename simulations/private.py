@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,11 @@ class Guard:
         """The event that says what is spent after so many rounds."""
         gauge = self.budget.gauge(self.plan.event(round))
         return Privacy(gauge.epsilon, gauge.delta, "client", round=round, values=gauge.values)
+
+    def last_reading(self, round: int) -> Privacy:
+        """The same at the end of the run, with everything that ε depends on."""
+        said = str(self.ledger.statement(self.budget.delta))
+        return replace(self.reading(round), statement=said)
 
     def head(self) -> list[Any]:
         """What a checkpoint keeps of the ledger."""

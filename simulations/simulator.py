@@ -373,6 +373,8 @@ class _Simulation:
         self, federation: Federation, backend: Backend, partition: Partition, startup: float
     ) -> SimulationResult:
         state = federation.state
+        if self.guard is not None and self.guard.ledger.steps:
+            self.run.log(self.guard.last_reading(self.number))
         message = federation.message(self.number)
         metrics = backend.test(message).result()
         self.run.log(events.Evaluation(metrics=metrics, round=self.number))

@@ -40,6 +40,7 @@ class PrivacySpent:
             "delta": event.delta,
             "level": event.level,
             "values": dict(event.values),
+            "statement": event.statement,
             "curve": self._epsilon.facts(),
         }
 
@@ -53,4 +54,6 @@ class PrivacySpent:
         markup = plot.line_plot("privacy-epsilon", lines, xlabel=unit, ylabel="ε spent", whole=True)
         level = f" at {facts['level']} level" if facts["level"] else ""
         caption = f"Spent in all: ε = {number(facts['epsilon'])}, δ = {number(facts['delta'])}{level}."
+        if facts["statement"]:
+            caption = f"{caption} In full: {facts['statement']}."
         return Section(self.name, "Privacy", figures=(Figure("privacy-epsilon", markup, caption),))

@@ -42,7 +42,7 @@ def test_model_and_data_are_needed() -> None:
         load_config(FederationConfig, {"data": "digits"})
 
 
-@pytest.mark.parametrize("block", ["privacy", "secure_sum", "defence", "adversary"])
+@pytest.mark.parametrize("block", ["secure_sum", "defence", "adversary"])
 def test_a_block_that_is_not_built_is_refused_and_never_ignored(block: str) -> None:
     assert f"{block}: not available in this version" in refused(f"{block}.name=x")
 

@@ -1,7 +1,6 @@
 """Gaussian noise against the normal law."""
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -82,20 +81,3 @@ def test_no_noise() -> None:
 def test_low_precision_totals_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"float\(\)"):
         Gaussian().add(torch.zeros(2, dtype=torch.bfloat16), 1.0, SOURCE, "noise", 0)
-
-
-@pytest.mark.slow
-def test_speed_beside_torch() -> None:
-    size, ratios = 1_660_000, []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for _ in range(7):
-            begin = time.perf_counter()
-            torch.normal(0.0, 1.0, (size,))
-            middle = time.perf_counter()
-            Gaussian().sample(size, 1.0, SOURCE, "noise", 0)
-            ratios.append((time.perf_counter() - middle) / (middle - begin))
-    finally:
-        torch.set_num_threads(threads)
-    assert sorted(ratios)[3] <= 3

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mycelia.engine.errors import ConfigError, DataError, MyceliaError
-from mycelia.engine.events import Event, Round
+from mycelia.engine.events import Event, Privacy, Round
 from mycelia.privacy.accounting import epsilon
 from mycelia.privacy.ledger import Ledger
 from mycelia.privacy.sampling import FixedSize, Poisson
@@ -48,6 +49,17 @@ def test_epsilon_is_the_accountants(tmp_path: Path) -> None:
     statement = Ledger.load(tmp_path / "run" / "privacy.jsonl").statement(1e-3)
     assert statement.epsilon == found.epsilon
     assert "client" in str(statement)
+
+
+def test_the_report_says_what_epsilon_depends_on(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    simulate(settings(), out=tmp_path / "run", listeners=[seen.append])
+    readings = [event for event in seen if isinstance(event, Privacy)]
+    assert [event.round for event in readings] == [1, 2, 3, 4, 5, 5]
+    assert all(a.epsilon < b.epsilon for a, b in pairwise(readings[:5]))
+    assert all(event.values["next"] > event.epsilon for event in readings)
+    for part in ("per client", "add-remove", "pld", "poisson", "0.2", "0.8", "not for release"):
+        assert part in readings[-1].statement
 
 
 def test_a_fixed_cohort_is_accounted_as_one(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def refused(*overrides: str) -> str:
 
 
 def test_the_built_in_scenarios() -> None:
-    assert scenario_names() == ["fashion", "personalised", "quickstart"]
+    assert scenario_names() == ["dp", "fashion", "personalised", "quickstart"]
     for name in scenario_names():
         scenario = load_scenario(name)
         assert scenario.conflicts() is not None
@@ -47,7 +47,7 @@ def test_quickstart_is_what_it_says() -> None:
     assert load_scenario("personalised").algorithm.name == "fedbn"
 
 
-@pytest.mark.parametrize("name", ["fashion", "personalised", "quickstart"])
+@pytest.mark.parametrize("name", ["dp", "fashion", "personalised", "quickstart"])
 def test_the_configuration_printed_is_the_configuration_read(name: str, tmp_path: Path) -> None:
     scenario = load_scenario(
         name, ["behaviour.dropout.train=0.1", "behaviour.availability.night=0.5", "seed=9"]
@@ -110,7 +110,7 @@ def test_no_such_scenario_or_file(tmp_path: Path) -> None:
         (["backend.threads=2"], "backend.threads: unknown key; Valid: name, workers"),
         (["behaviour.dropout=2"], "behaviour.dropout.share = 2"),
         (["behaviour.stragglers=0.1"], "behaviour.stragglers: needs speed.steps_per_s"),
-        (["privacy.epsilon=8"], "privacy: not available in this version"),
+        (["privacy.epsilon=8"], "privacy.delta: missing"),
         (["populaton.clients=5"], "populaton: unknown key; did you mean 'population'?"),
         (["selector=poisson", "round.over_select=1.2"], "round.over_select: must be 1"),
     ],
