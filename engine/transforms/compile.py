@@ -55,6 +55,8 @@ __all__ = [
     "tune",
 ]
 
+aten = torch.ops.aten
+
 PLANS = ("default", "tune", "eager", "interpreter", "inductor")
 WORTH_COMPILING = 20_000
 """Steps in a run from which compiling for some fifteen seconds pays for the usual small models."""
@@ -198,6 +200,7 @@ def trace_step(
         if node.target is torch.ops.aten.detach.default:  # tracing residue; free of meaning without autograd
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
+    _spell_out_alpha(graph.graph)
     graph.graph.eliminate_dead_code()
     deferred: tuple[int, ...] = ()
     if "lr" in extra:
@@ -205,6 +208,22 @@ def trace_step(
         deferred = defer_products(graph.graph, arguments[len(names) + len(own) + 3 + more.index("lr")])
     graph.recompile()
     return TracedStep(graph, deferred)
+
+
+def _spell_out_alpha(graph: fx.Graph) -> None:
+    """Pass: x + alpha y as a product and a sum.
+
+    Inductor of PyTorch 2.13 fuses a matrix product with the sum behind it, and drops the sum's alpha.
+    """
+    for node in list(graph.nodes):
+        alpha = node.kwargs.get("alpha", 1)
+        if node.target not in (aten.add.Tensor, aten.sub.Tensor) or alpha == 1:
+            continue
+        with graph.inserting_before(node):
+            scaled = graph.call_function(aten.mul.Tensor, (node.args[1], alpha))
+        scaled.meta = {key: value for key, value in node.args[1].meta.items() if key == "val"}
+        node.args = (node.args[0], scaled)
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "alpha"}
 
 
 def compile_step(

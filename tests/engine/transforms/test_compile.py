@@ -126,6 +126,27 @@ def test_inductor_is_sgd(name: str, cache: Path) -> None:
     same_training(name, "inductor", cache)
 
 
+def proximal(grads: Tensors, params: Tensors, extra: Tensors) -> Tensors:
+    """As FedProx adds it: a scaled sum right behind the matrix product of a gradient."""
+    return {n: torch.add(g, params[n] - extra[f"anchor.{n}"], alpha=1e-3) for n, g in grads.items()}
+
+
+@pytest.mark.parametrize("plan", ["interpreter", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("name", ["mlp", "lenet"])
+def test_an_adjusted_step_is_the_eager_one(name: str, plan: str, cache: Path) -> None:
+    program = program_of(name)
+    found = []
+    for chosen in ("eager", plan):
+        params, buffers, inputs, targets, extra = example_of(name)
+        extra |= {f"anchor.{n}": tensor + 1.0 for n, tensor in params.items()}
+        example = (params, buffers, inputs, targets, extra)
+        step = compile_step(program, proximal, chosen, example, cache=cache)
+        for number in range(5):
+            step(params, buffers, *single(name).batch(4, seed=number), torch.tensor(number), extra)
+        found.append(params)
+    close(found[1], found[0], 1e-5)
+
+
 @needs_compiler
 def test_a_second_call_compiles_nothing(cache: Path) -> None:
     program, example = program_of("mlp"), example_of("mlp")
