@@ -28,8 +28,9 @@ def fix(model: nn.Module) -> nn.Module:
         ConfigError: a BatchNorm with one channel and no axes of space, of which a group would have one value
             and its norm would be zero whatever the input.
 
-    >>> fix(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
-    GroupNorm(4, 8, eps=1e-05, affine=True)
+    >>> norm = fix(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
+    >>> type(norm).__name__, norm.num_groups, norm.num_channels
+    ('GroupNorm', 4, 8)
     """
     fixed = copy.deepcopy(model)
     replaced = _replacement(fixed, "model")
