@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mycelia.engine.capture import capture
 from mycelia.engine.errors import BudgetExceeded, ConfigError, DataError
 from mycelia.engine.program import Program
+from mycelia.engine.schema import Role
 from mycelia.engine.types import Tensors
 from mycelia.privacy.budget import Budget
 from mycelia.privacy.clip import ClipFunction, ClipState, PerLayer, QuantileClip
@@ -32,6 +33,7 @@ from mycelia.privacy.noise.base import Mechanism
 from mycelia.privacy.noise.discrete_gaussian import DiscreteGaussian
 from mycelia.privacy.noise.gaussian import Gaussian
 from mycelia.privacy.noise.source import NoiseSource
+from mycelia.privacy.optimizers import PrivateUpdate
 from mycelia.privacy.sampling import Batch, Sampler
 from mycelia.privacy.schedules import NoiseSchedule
 
@@ -238,10 +240,10 @@ class PrivateTraining:
         params = self._parameters()
         clipped = self._clipped_grad(params, batch)
         buffers = dict(self.model.named_buffers())
-        names = clipped.program.init()[1]
+        kept = clipped.program.schema.of(Role.BUFFER, Role.COUNTER)
         found = clipped(
             {name: tensor.detach() for name, tensor in params.items()},
-            {name: buffers[name] for name in names},
+            {entry.name: buffers[entry.name] for entry in kept},
             (batch.inputs, batch.targets),
             batch.mask,
             seed=int.from_bytes(self._source.bytes("dropout", self.steps, str(place[1]), 8), "little") >> 1,
@@ -332,20 +334,21 @@ class PrivateTraining:
     def _fill(self, params: Mapping[str, nn.Parameter], event: Event) -> None:
         """Write (total + noise) / expected batch, and the regulariser's gradient, into `.grad`."""
         z = event.noise_multiplier
-        bound = self._adaptive.bound if self._adaptive else self._bound()
+        bound = self._bound()
         if isinstance(self._clip, QuantileClip):
             z = self._clip.gradient_multiplier(z, self._expected)
         size = sum(parameter.numel() for parameter in params.values())
         std = z * (bound + self._mechanism.slack(bound, size))
+        means = PrivateUpdate(self._mechanism, std, self._expected, self._source, bound).mean(
+            {name: self._total[name] for name in params}, self.steps
+        )
         extra: Sequence[Tensor | None] = [None] * len(params)
         if self._regulariser is not None:
             with torch.enable_grad():
                 term = self._regulariser(dict(params))
             extra = torch.autograd.grad(term, list(params.values()), allow_unused=True)
         for (name, parameter), more in zip(params.items(), extra, strict=True):
-            total = self._total[name]
-            noised = self._mechanism.add(total, std, self._source, "noise", self.steps, name, bound=bound)
-            mean = (noised / self._expected).to(parameter.dtype)
+            mean = means[name].to(parameter.dtype)
             parameter.grad = mean if more is None else mean + more
             self._given[name] = (parameter.grad, parameter.grad._version)
 
@@ -400,17 +403,17 @@ class PrivateTraining:
         return self._clipped
 
     def _bound(self) -> float:
+        """The clip bound in force."""
         if isinstance(self._clip, QuantileClip):
-            return self._clip.bound
+            return (self._adaptive or self._clip.init()).bound
         return self._clip.sensitivity().bound
 
     def _event(self, step: int) -> Event:
         """The update `step` as the ledger has it: with the z asked for, whatever it is split into."""
         relation = self._budget.relation if self._budget is not None else None
         unit = self._budget.unit if self._budget is not None else "example"
-        bound = self._adaptive.bound if self._adaptive else self._bound()
         return self.sampler.events(
-            self._noise, 1, first_step=step, relation=relation, unit=unit, clip=bound,
+            self._noise, 1, first_step=step, relation=relation, unit=unit, clip=self._bound(),
             mechanism=self._mechanism.name,
         )[0]  # fmt: skip
 

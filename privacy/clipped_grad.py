@@ -25,7 +25,7 @@ from mycelia.engine.transforms.taps import TappedProgram, taps
 from mycelia.engine.types import Tensors
 from mycelia.privacy.clip import PerLayer
 from mycelia.privacy.rules import RULES, Rule, Use
-from mycelia.privacy.rules.base import Room, weighted_sum
+from mycelia.privacy.rules.base import Room, selected, weighted_sum
 from mycelia.privacy.rules.combine import Combined, combine
 
 __all__ = ["BACKENDS", "Clip", "Clipped", "ClippedGrad", "clipped_grad", "explain"]
@@ -128,7 +128,7 @@ class ClippedGrad:
         seed: int | Tensor, first: int,
     ) -> Clipped:  # fmt: skip
         if mask is not None:  # what a padded row holds must not matter, NaN included
-            inputs, targets = _blank(inputs, mask), _blank(targets, mask)
+            inputs, targets = selected(inputs, mask), selected(targets, mask)
         uses: list[Combined] = []
         formed: Tensors = {}
         losses: Tensor | None = None
@@ -147,22 +147,21 @@ class ClippedGrad:
             squares = {use.parameter: use.norm2() for use in uses}
             squares |= {name: g.flatten(1).square().sum(1) for name, g in formed.items()}
             zero = torch.zeros_like(losses)
-            groups = self._grouped(squares, zero)
+            own = self._columns()
+            groups = self._grouped(squares, zero, own)
             good = torch.isfinite(losses) & torch.isfinite(groups).all(1)
             if mask is not None:
                 good = good & mask
             # inner products may come out a hair below zero
-            groups = torch.where(good[:, None], groups, torch.zeros_like(groups)).clamp(min=0)
+            groups = selected(groups, good).clamp(min=0)
             norms = groups.sum(1).sqrt()
             layered = isinstance(self.clip, PerLayer)
-            factors = self.clip(groups.sqrt() if layered else norms)
-            factors = _blank(factors, good)
+            factors = selected(self.clip(groups.sqrt() if layered else norms), good)
             if not bool((good if mask is None else good | ~mask).all()):
                 # a factor of zero does not silence a row that is not finite: 0 * inf is NaN
                 for use in uses:
                     use.select(good)
-                formed = {name: _blank(g, good) for name, g in formed.items()}
-            own = self._columns()
+                formed = {name: selected(g, good) for name, g in formed.items()}
             total = {use.parameter: use.total(_column(factors, own[use.parameter])) for use in uses}
             total |= {name: weighted_sum(g, _column(factors, own[name])) for name, g in formed.items()}
             whole = {n: total.get(n, torch.zeros_like(p)) for n, p in params.items()}
@@ -174,9 +173,8 @@ class ClippedGrad:
         columns = self.clip.columns(names) if isinstance(self.clip, PerLayer) else (0,) * len(names)
         return dict(zip(names, columns, strict=True))
 
-    def _grouped(self, squares: Mapping[str, Tensor], zero: Tensor) -> Tensor:
+    def _grouped(self, squares: Mapping[str, Tensor], zero: Tensor, own: Mapping[str, int]) -> Tensor:
         """Squared norms by clip group [B, L]."""
-        own = self._columns()
         count = len(self.clip.groups) if isinstance(self.clip, PerLayer) else 1
         sums = [[square for name, square in squares.items() if own[name] == group] for group in range(count)]
         return torch.stack([torch.stack(part).sum(0) if part else zero for part in sums], 1)
@@ -282,11 +280,6 @@ def _wide(tensor: Tensor) -> Tensor:
     """Norms and sums are taken in float32 at least."""
     half = tensor.is_floating_point() and tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.float() if half else tensor
-
-
-def _blank(rows: Tensor, keep: Tensor) -> Tensor:
-    """Zeros in the rows that are not kept, by selection: what they hold does not matter."""
-    return torch.where(keep.reshape(-1, *[1] * (rows.dim() - 1)), rows, torch.zeros_like(rows))
 
 
 def _per_example(

@@ -47,12 +47,9 @@ class PrivatePlan:
 
     def whole(self, form: SumFormat, source: NoiseSource) -> Pipeline:
         """What clients and the server do."""
-        clip = self.config.clip_function()
-        noise = ServerNoise(
-            self.config.noise(), source, self.noise_multiplier,
-            rounding_slack(clip.sensitivity(), form), self.expected,
-        )  # fmt: skip
-        return Pipeline((ClipUpdate(clip), noise))
+        sensitivity = rounding_slack(self.config.clip_function().sensitivity(), form)
+        noise = ServerNoise(self.config.noise(), source, self.noise_multiplier, sensitivity, self.expected)
+        return Pipeline((*self.device().stages, noise))
 
     def event(self, round: int) -> Event:
         """One round as the ledger has it."""
@@ -170,8 +167,7 @@ class Guard:
 
     def reading(self, round: int) -> Privacy:
         """The event that says what is spent after so many rounds."""
-        gauge = self.budget.gauge(self.plan.event(round))
-        return Privacy(gauge.epsilon, gauge.delta, "client", round=round, values=gauge.values)
+        return replace(self.budget.gauge(self.plan.event(round)), round=round)
 
     def last_reading(self, round: int) -> Privacy:
         """The same at the end of the run, with everything that ε depends on."""

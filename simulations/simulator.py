@@ -184,7 +184,7 @@ class _Simulation:
             else:
                 self._restore(federation, checkpoint)
             startup = time.perf_counter() - self.began
-            while self.number < scenario.rounds and not self.stopped_by:
+            while self.number < scenario.rounds:
                 if self.guard is not None and not self.guard.affordable(self.number):
                     self.stopped_by = "budget"
                     break

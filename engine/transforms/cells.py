@@ -10,16 +10,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mycelia.engine.graph import Pass
 
-__all__ = ["cells"]
+__all__ = ["RECURRENT", "cells"]
 
 aten = torch.ops.aten
 
-_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 
 
 def _unroll(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        if node.target not in _RECURRENT:
+        if node.target not in RECURRENT:
             continue
         body = _traced(node)
         inner = dict(zip(body.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))

@@ -20,6 +20,7 @@ from torch import Tensor
 from mycelia.engine.errors import CaptureError, DataError
 from mycelia.engine.program import Forward, GraphCall, Program, call_of_graph
 from mycelia.engine.step import Adjust, StepResult
+from mycelia.engine.transforms.cells import RECURRENT
 from mycelia.engine.transforms.coupling import coupling
 from mycelia.engine.transforms.value_and_grad import gradients_of
 from mycelia.engine.types import Tensors
@@ -248,10 +249,8 @@ def _decomposed(target: Any) -> Any:
     return run
 
 
-_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-
 _BATCHABLE: dict[Any, Any] = {
-    **{recurrent: _decomposed(recurrent) for recurrent in _RECURRENT},  # into cells, which vmap batches
+    **{recurrent: _decomposed(recurrent) for recurrent in RECURRENT},  # into cells, which vmap batches
     aten.sym_size.int: _size,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.select_scatter.default: _select_scatter,

@@ -111,26 +111,20 @@ class Tap:
     """One operator that reads parameters.
 
     Attributes:
-        node: its name in the graph.
         target: the operator.
         args: its arguments; tensors are None, see `inputs` and `sites`.
-        kwargs: its keyword arguments.
         sites: the parameters it reads.
         inputs: positions of the tensors that depend on the examples.
         layouts: where the examples lie in each of `inputs`, in this order.
         output: where the examples lie in the result.
-        where: module and source line, for messages.
     """
 
-    node: str
     target: Any
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
     sites: tuple[Site, ...]
     inputs: tuple[int, ...]
     layouts: tuple[BatchLayout, ...]
     output: BatchLayout
-    where: str
 
 
 class Tapped(NamedTuple):
@@ -173,7 +167,6 @@ class TappedProgram:
         inputs: Tensor,
         targets: Tensor,
         *,
-        weights: Tensor | None = None,
         seed: int | Tensor = 0,
         first: int | Tensor = 0,
     ) -> Tapped:
@@ -184,21 +177,15 @@ class TappedProgram:
             buffers: float buffers and counters by name; not changed.
             inputs: [B, ...].
             targets: [B, ...].
-            weights: [B], multiplies the losses before the backward pass; None: all one.
             seed: see `Program.forward`.
             first: see `Program.forward`.
         """
         program, batch = self.program, inputs.shape[0]
-        schema = program.schema
         seed = seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64)
-        arguments = [
-            *(params[e.name].detach() for e in schema.of(Role.PARAMETER)),
-            *(buffers[e.name] for e in schema.of(Role.BUFFER, Role.COUNTER)),
-            *program.frozen.values(),
-        ]
+        arguments = _arguments(program, {name: tensor.detach() for name, tensor in params.items()}, buffers)
         with torch.enable_grad():
             losses, after, outputs, read = self.graph.forward(*arguments, inputs, targets, seed, first)
-            total = losses.sum() if weights is None else (losses * weights).sum()
+            total = losses.sum()
         found: tuple[Tensor | None, ...] = (None,) * len(outputs)
         if outputs and total.requires_grad:
             found = torch.autograd.grad(total, outputs, allow_unused=True)
@@ -214,9 +201,19 @@ class TappedProgram:
                 )
                 for tap, parts in zip(self.taps, read, strict=True)
             ]
-        names = [entry.name for entry in schema.of(Role.BUFFER, Role.COUNTER)]
+        names = [entry.name for entry in program.schema.of(Role.BUFFER, Role.COUNTER)]
         kept = {name: value.detach() for name, value in zip(names, after, strict=True)}
         return Tapped(losses.detach(), kept, values, grads)
+
+
+def _arguments(program: Program, params: Tensors, buffers: Tensors) -> list[Tensor]:
+    """What a graph of the Program takes before the batch, see `Graphs`."""
+    schema = program.schema
+    return [
+        *(params[entry.name] for entry in schema.of(Role.PARAMETER)),
+        *(buffers[entry.name] for entry in schema.of(Role.BUFFER, Role.COUNTER)),
+        *program.frozen.values(),
+    ]
 
 
 def taps(program: Program, operators: Mapping[Any, Reads]) -> TappedProgram:
@@ -227,7 +224,8 @@ def taps(program: Program, operators: Mapping[Any, Reads]) -> TappedProgram:
 
     Args:
         program: its training pass must treat the examples one by one.
-        operators: what can be tapped, and what it reads.
+        operators: what can be tapped, and what it reads; `aten.expand.default` among them for parameters
+            that meet the examples element by element.
 
     Raises:
         CaptureError: the Program has no graph, or an operator mixes examples (named with its module and
@@ -237,7 +235,6 @@ def taps(program: Program, operators: Mapping[Any, Reads]) -> TappedProgram:
     parameters = len(program.schema.of(Role.PARAMETER))
     program = program.rewrite(cells).rewrite(Pass("spread", partial(_spread, parameters=parameters)))
     module = program.graph("taps")
-    operators = {**operators, aten.expand.default: Reads((0,), ())}
     names = [entry.name for entry in program.schema.of(Role.PARAMETER)]
     placeholders = module.graph.find_nodes(op="placeholder")
     found = _sites(dict(zip(placeholders, names, strict=False)), operators)
@@ -297,7 +294,7 @@ def _sites(parameters: dict[fx.Node, str], operators: Mapping[Any, Reads]) -> _F
 
 def _plain(node: fx.Node) -> bool:
     """Whether the other arguments are fixed: no tensor and no size that depends on the batch."""
-    return not any(isinstance(part, fx.Node) for part in node.all_input_nodes[1:])
+    return len(node.all_input_nodes) == 1
 
 
 def _untappable(node: fx.Node, reads: Reads, layouts: Mapping[str, BatchLayout | None]) -> str | None:
@@ -365,15 +362,12 @@ def _tap(node: fx.Node, sites: list[Site], layouts: Mapping[str, BatchLayout | N
     if output is None:
         raise CaptureError("a tapped operator without examples", who=source_line(node))
     return Tap(
-        node=node.name,
         target=node.target,
         args=_constants(node.args),
-        kwargs=_constants(node.kwargs),
         sites=tuple(sites),
         inputs=tuple(inputs),
         layouts=tuple(places),
         output=output,
-        where=source_line(node),
     )
 
 
@@ -503,13 +497,7 @@ def _changed(inputs: Tensor, targets: Tensor, example: int) -> tuple[Tensor, Ten
 
 def _values(program: Program, module: fx.GraphModule, inputs: Tensor, targets: Tensor) -> Tensors:
     """The value of every node of the training graph that is a tensor."""
-    params, buffers = program.init()
-    schema = program.schema
-    arguments = [
-        *(params[e.name] for e in schema.of(Role.PARAMETER)),
-        *(buffers[e.name] for e in schema.of(Role.BUFFER, Role.COUNTER)),
-        *program.frozen.values(),
-    ]
+    arguments = _arguments(program, *program.init())
     record = _Record(module)
     with torch.no_grad():
         record.run(*arguments, inputs, targets, torch.tensor(0), 0)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.noise.gaussian import normal
-from mycelia.privacy.noise.grid import add_on_grid, check_spread, grid_step, to_model
+from mycelia.privacy.noise.grid import GridNoise
 from mycelia.privacy.noise.lattice import lattice
-from mycelia.privacy.noise.source import NoiseSource
+from mycelia.privacy.noise.source import Stream
 
 __all__ = ["DiscreteGaussian"]
 
 
 @dataclass(frozen=True)
-class DiscreteGaussian:
+class DiscreteGaussian(GridNoise):
     """Gaussian noise in integers: the total is rounded to a grid, the noise is added there, then scaled.
 
     What is released is an integer times the grid step, so its last bits say nothing that the law of the noise
@@ -44,7 +42,6 @@ class DiscreteGaussian:
         ConfigError: another sampler, or a step that is not positive.
     """
 
-    step: float | None = None
     sampler: Literal["exact", "rounded"] = "exact"
     name: ClassVar[str] = "discrete-gaussian"
     norm: ClassVar[Literal["l1", "l2"]] = "l2"
@@ -52,83 +49,13 @@ class DiscreteGaussian:
     def __post_init__(self) -> None:
         if self.sampler not in ("exact", "rounded"):
             raise ConfigError(f"the sampler is {self.sampler!r}", rule="exact or rounded", who=self.name)
-        grid_step(self.step, 1.0, self.name)
-
-    def grid(self, bound: float) -> float:
-        """The grid step in use, a power of two in model units, for this clip bound."""
-        return grid_step(self.step, bound, self.name)
+        super().__post_init__()
 
     def slack(self, bound: float, size: int) -> float:
         """sqrt(size) * grid: rounding moves two neighbouring totals apart by no more, in L2."""
         return math.sqrt(size) * self.grid(bound)
 
-    def sample(
-        self,
-        shape: int | Sequence[int],
-        std: float,
-        source: NoiseSource,
-        purpose: str,
-        step: int,
-        tensor: str = "",
-        *,
-        bound: float = 1.0,
-    ) -> Tensor:
-        """Noise alone, float64, multiples of the grid; `add` also rounds the total, which safety needs.
-
-        Args:
-            shape: of the noise.
-            std: in model units: 0, or from 1000 to 2**44 grid steps.
-            source: the secret.
-            purpose: name of the stream, as are `step` and `tensor`.
-            step: the step.
-            tensor: the tensor.
-            bound: the clip bound; sets the default grid.
-
-        Raises:
-            ConfigError: `std` is out of range.
-        """
-        size = (shape,) if isinstance(shape, int) else tuple(shape)
-        grid = self.grid(bound)
-        noise = self._draw(math.prod(size), std / grid, source, (purpose, step, tensor))
-        return to_model(noise, grid).view(size)
-
-    def add(
-        self,
-        total: Tensor,
-        std: float,
-        source: NoiseSource,
-        purpose: str,
-        step: int,
-        tensor: str = "",
-        *,
-        bound: float = 1.0,
-    ) -> Tensor:
-        """The rounded total plus noise, in the total's dtype and on its device.
-
-        Args:
-            total: float32 or float64, any shape.
-            std: as for `sample`; so are the others.
-            source: the secret.
-            purpose: name of the stream.
-            step: the step.
-            tensor: the tensor.
-            bound: the clip bound; sets the default grid.
-
-        Raises:
-            ConfigError: `std` out of range, or the total has another dtype.
-            DataError: the total is not finite, or beyond 2**52 grid steps.
-        """
-        grid = self.grid(bound)
-        name = (purpose, step, tensor)
-        return add_on_grid(total, grid, lambda size: self._draw(size, std / grid, source, name), self.name)
-
-    def _draw(
-        self, size: int, spread: float, source: NoiseSource, name: tuple[str, int, str]
-    ) -> npt.NDArray[np.int64]:
-        check_spread(spread, self.name)
-        if spread == 0:
-            return np.zeros(size, np.int64)
-        stream = source.generator(*name)
+    def _draw(self, size: int, spread: float, stream: Stream) -> npt.NDArray[np.int64]:
         if self.sampler == "exact":
             return lattice(spread, 2).draw(size, stream)
         drawn = normal(size, stream, torch.float64).mul_(spread).round_().to(torch.int64)

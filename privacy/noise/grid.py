@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +16,9 @@ from torch import Tensor
 from mycelia.engine.errors import ConfigError, DataError
 from mycelia.privacy.noise.base import check_scale, check_total
 from mycelia.privacy.noise.lattice import MAX_SPREAD
+from mycelia.privacy.noise.source import NoiseSource, Stream
 
-__all__ = ["MIN_SPREAD", "RELATIVE_STEP", "add_on_grid", "check_spread", "grid_step", "to_model"]
+__all__ = ["MIN_SPREAD", "RELATIVE_STEP", "GridNoise", "add_on_grid", "check_spread", "grid_step", "to_model"]
 
 RELATIVE_STEP = 1e-9
 """The default grid step, in clip bounds."""
@@ -104,3 +108,97 @@ def add_on_grid(total: Tensor, grid: float, draw: Callable[[int], npt.NDArray[np
         np.multiply(whole, grid, out=scaled)
         out[part] = scaled
     return torch.from_numpy(out).view(total.shape).to(total.device)
+
+
+@dataclass(frozen=True)
+class GridNoise(ABC):
+    """What mechanisms on a grid share; subclasses draw the integers.
+
+    Attributes:
+        step: the grid step asked for, in model units; None takes 1e-9 of the clip bound. The grid in use is
+            the power of two at or below it.
+
+    Raises:
+        ConfigError: the step is not positive.
+    """
+
+    step: float | None = None
+    name: ClassVar[str]
+    scale_name: ClassVar[str] = "std"
+
+    def __post_init__(self) -> None:
+        grid_step(self.step, 1.0, self.name)
+
+    def grid(self, bound: float) -> float:
+        """The grid step in use, a power of two in model units, for this clip bound."""
+        return grid_step(self.step, bound, self.name)
+
+    def sample(
+        self,
+        shape: int | Sequence[int],
+        std: float,
+        source: NoiseSource,
+        purpose: str,
+        step: int,
+        tensor: str = "",
+        *,
+        bound: float = 1.0,
+    ) -> Tensor:
+        """Noise alone, float64, multiples of the grid; `add` also rounds the total, which safety needs.
+
+        Args:
+            shape: of the noise.
+            std: in model units: 0, or from 1000 to 2**44 grid steps; Laplace noise takes its scale here.
+            source: the secret.
+            purpose: name of the stream, as are `step` and `tensor`.
+            step: the step.
+            tensor: the tensor.
+            bound: the clip bound; sets the default grid.
+
+        Raises:
+            ConfigError: `std` is out of range.
+        """
+        size = (shape,) if isinstance(shape, int) else tuple(shape)
+        grid = self.grid(bound)
+        noise = self._drawn(math.prod(size), std / grid, source, (purpose, step, tensor))
+        return to_model(noise, grid).view(size)
+
+    def add(
+        self,
+        total: Tensor,
+        std: float,
+        source: NoiseSource,
+        purpose: str,
+        step: int,
+        tensor: str = "",
+        *,
+        bound: float = 1.0,
+    ) -> Tensor:
+        """The rounded total plus noise, in the total's dtype and on its device.
+
+        Args:
+            total: float32 or float64, any shape.
+            std: as for `sample`; so are the others.
+            source: the secret.
+            purpose: name of the stream.
+            step: the step.
+            tensor: the tensor.
+            bound: the clip bound; sets the default grid.
+
+        Raises:
+            ConfigError: `std` out of range, or the total has another dtype.
+            DataError: the total is not finite, or beyond 2**52 grid steps.
+        """
+        grid = self.grid(bound)
+        name = (purpose, step, tensor)
+        return add_on_grid(total, grid, lambda size: self._drawn(size, std / grid, source, name), self.name)
+
+    def _drawn(
+        self, size: int, spread: float, source: NoiseSource, name: tuple[str, int, str]
+    ) -> npt.NDArray[np.int64]:
+        check_spread(spread, self.name, self.scale_name)
+        return self._draw(size, spread, source.generator(*name)) if spread else np.zeros(size, np.int64)
+
+    @abstractmethod
+    def _draw(self, size: int, spread: float, stream: Stream) -> npt.NDArray[np.int64]:
+        """Integers of the mechanism's law, int64 [size]; `spread` is the scale in grid steps, above 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mycelia.engine.transforms.taps import Reads, Site, Tap
 
-__all__ = ["Cost", "Formed", "Operator", "Room", "Rule", "Use", "weighted_sum"]
+__all__ = ["Cost", "Formed", "Operator", "Room", "Rule", "Use", "selected", "weighted_sum"]
 
 
 @dataclass
@@ -116,12 +117,17 @@ def weighted_sum(grad: Tensor, factors: Tensor) -> Tensor:
     return (factors.to(grad.dtype) @ grad.reshape(grad.shape[0], -1)).reshape(grad.shape[1:])
 
 
-class Formed:
+def selected(rows: Tensor, keep: Tensor) -> Tensor:
+    """Zeros in the rows that are not kept [B], by selection: what they hold does not matter, NaN included."""
+    return torch.where(keep.reshape(-1, *[1] * (rows.dim() - 1)), rows, torch.zeros_like(rows))
+
+
+class Formed(ABC):
     """A rule that forms the gradient of each example; subclasses give `grad`."""
 
+    @abstractmethod
     def grad(self, use: Use) -> Tensor:
         """The gradient of each example [B, *shape]."""
-        raise NotImplementedError
 
     def norm2(self, use: Use) -> Tensor:
         """Squared gradient norm of each example [B]."""

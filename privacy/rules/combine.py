@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycelia.privacy.rules.base import Rule, Use, weighted_sum
+from mycelia.privacy.rules.base import Rule, Use, selected, weighted_sum
 from mycelia.privacy.rules.embedding import Embedding
 from mycelia.privacy.rules.linear import Linear, rows
 
@@ -62,8 +62,8 @@ class Combined:
         self.formed = None
         for use, _ in self.uses:
             use.formed = None
-            use.values = tuple(_selected(value, keep) for value in use.values)
-            use.grad = _selected(use.grad, keep)
+            use.values = tuple(selected(value, keep) for value in use.values)
+            use.grad = selected(use.grad, keep)
 
     def describe(self) -> str:
         """One line for `explain`."""
@@ -141,7 +141,3 @@ def _cross(uses: list[tuple[Use, Rule]]) -> Tensor:
     outward, a = linear.factors(head)  # [B, T, V], [B, T, d]
     reached = torch.gather(outward, 2, ids[:, None, :].expand(-1, outward.shape[1], -1))  # [B, T, S]
     return (reached * torch.bmm(a, g.transpose(1, 2))).sum((1, 2))
-
-
-def _selected(rows: Tensor, keep: Tensor) -> Tensor:
-    return torch.where(keep.reshape(-1, *[1] * (rows.dim() - 1)), rows, torch.zeros_like(rows))

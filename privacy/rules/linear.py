@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mycelia.engine.transforms.taps import Reads
-from mycelia.privacy.rules.base import Cost, Operator, Rule, Use
+from mycelia.privacy.rules.base import Cost, Formed, Operator, Rule, Use, weighted_sum
 
 __all__ = ["OPERATORS", "Bias", "Linear", "ghost_pays", "product_norm2", "rows"]
 
@@ -49,18 +49,17 @@ class Linear:
 
     def norm2(self, use: Use) -> Tensor:
         """Squared gradient norm of each example [B]."""
-        g, a = self.factors(use)
         if self.cost(use).form == "formed":
-            formed = torch.bmm(g.transpose(1, 2), a)
+            formed = self.grad(use)
             use.keep(formed)
             return formed.square().sum((1, 2))
+        g, a = self.factors(use)
         return product_norm2(a, g)
 
     def total(self, use: Use, factors: Tensor) -> Tensor:
         """Sum over the examples of factor [B] times gradient."""
         if use.formed is not None:
-            kept = use.formed
-            return (factors.to(kept.dtype) @ kept.flatten(1)).view(kept.shape[1:])
+            return weighted_sum(use.formed, factors)
         g, a = self.factors(use)
         return (g * factors.to(g.dtype)[:, None, None]).flatten(0, 1).t() @ a.flatten(0, 1)
 
@@ -79,7 +78,7 @@ class Linear:
         return Cost("ghost" if pays else "formed", positions, entries)
 
 
-class Bias:
+class Bias(Formed):
     """A bias [p]: its gradient is the sum of g over the positions, and so is its norm's.
 
     Args:
@@ -95,16 +94,6 @@ class Bias:
         axis = self.axis if self.axis < 0 else self.axis + 1
         moved = g.movedim(axis, -1)
         return moved.reshape(g.shape[0], -1, moved.shape[-1]).sum(1)
-
-    def norm2(self, use: Use) -> Tensor:
-        """Squared gradient norm of each example [B]."""
-        use.formed = self.grad(use)
-        return use.formed.square().sum(1)
-
-    def total(self, use: Use, factors: Tensor) -> Tensor:
-        """Sum over the examples of factor [B] times gradient."""
-        grad = self.grad(use) if use.formed is None else use.formed
-        return factors.to(grad.dtype) @ grad
 
     def cost(self, use: Use) -> Cost:
         """A sum over positions."""
