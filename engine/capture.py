@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from mycelia.engine.errors import CaptureError, ConfigError
 from mycelia.engine.explain import place_of, reason_of
 from mycelia.engine.graph import nested
-from mycelia.engine.program import Graphs, Program, call_of_module, predictor_of_module
+from mycelia.engine.program import Graphs, ModuleCall, Program, predictor_of_module
 from mycelia.engine.schema import Entry, Role, Schema
 from mycelia.engine.tracing import Loss, export, lower
 from mycelia.engine.types import Tensors
@@ -63,8 +63,8 @@ def capture(
         return Program(
             schema,
             initial,
-            call_of_module(training, loss),
-            call_of_module(evaluation, loss),
+            ModuleCall(training, loss),
+            ModuleCall(evaluation, loss),
             predictor_of_module(evaluation),
             backend="eager",
             example=(inputs, targets),
@@ -211,9 +211,6 @@ def _gradients(program: Program, model: nn.Module, loss: Loss) -> tuple[Tensors,
 
 
 def _derived(losses: Tensor, leaves: Tensors) -> Tensors:
-    if not losses.requires_grad or not leaves:
-        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    grads = torch.autograd.grad(
-        losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
-    )
-    return dict(zip(leaves, grads, strict=True))
+    if losses.requires_grad:
+        losses.sum().backward()  # unlike autograd.grad, it passes through re-entrant checkpoints
+    return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}

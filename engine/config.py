@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from mycelia.engine.errors import ConfigError
 
-__all__ = ["Named", "Strict", "load_config", "nearest", "to_toml"]
+__all__ = ["Named", "Strict", "describe", "load_config", "nearest", "to_toml"]
 
 _M = TypeVar("_M", bound="Strict")
 
@@ -103,11 +103,13 @@ def load_config(cls: type[_M], source: Path | Mapping[str, Any], overrides: Sequ
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        lines = [line for item in error.errors() for line in _describe(cls, item)]
-        found = (
-            lines[0] if len(lines) == 1 else f"{len(lines)} settings are wrong\n    " + "\n    ".join(lines)
-        )
-        raise ConfigError(found, who=who) from None
+        raise ConfigError(describe(cls, error), who=who) from None
+
+
+def describe(cls: type[Strict], error: ValidationError) -> str:
+    """What is wrong with a table, for every setting at once: key, value and rule."""
+    lines = [line for item in error.errors() for line in _describe(cls, item)]
+    return lines[0] if len(lines) == 1 else f"{len(lines)} settings are wrong\n    " + "\n    ".join(lines)
 
 
 def to_toml(model: Strict) -> str:
@@ -213,8 +215,9 @@ def _describe(cls: type[Strict], item: Any) -> list[str]:
     if isinstance(error, _ConflictsError):
         return [f"{'.'.join(filter(None, (path, key)))}: {rule}" for key, rule in error.found]
     if isinstance(error, ConfigError):
-        parts = filter(None, (error.found, error.rule, error.fix))
-        return [f"{'.'.join(filter(None, (path, error.who)))}: {'; '.join(parts)}"]
+        where = ".".join(filter(None, (path, error.who)))
+        said = "; ".join(filter(None, (error.found, error.rule, error.fix)))
+        return [": ".join(filter(None, (where, said)))]
     value = repr(item["input"])
     value = value if len(value) <= 80 else value[:77] + "..."
     rule = _RULES.get(kind) or item["msg"].replace("Input should be", "must be").replace("Value error, ", "")

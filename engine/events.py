@@ -244,7 +244,8 @@ class Text(Event):
 class Privacy(Event):
     """The privacy spent so far: (ε, δ) at `level` ("example" or "client"), and what else is worth a curve.
 
-    `statement` says all that ε depends on: relation, sampling, accountant, noise source, what it covers.
+    `statement` says all that ε depends on: relation, sampling, accountant, noise source, what it covers;
+    `facts` has the same and more by name, at the end of a run.
     """
 
     kind: ClassVar[str] = "privacy"
@@ -256,6 +257,7 @@ class Privacy(Event):
     step: int | None = None
     values: Mapping[str, float] = field(default_factory=dict)
     statement: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 __all__ = [
     "Pass",
@@ -24,11 +25,14 @@ __all__ = [
     "is_library",
     "nested",
     "rebuild",
+    "replace_by",
     "show",
     "size",
     "source_line",
     "value_of",
 ]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,44 @@ class Writer:
         node = self.graph.call_function(target, args)
         node.meta = dict(self._meta) | {"val": value}
         return node
+
+
+def replace_by(node: fx.Node, function: Callable[..., Any], *, whole: bool = True) -> None:
+    """Put what `function` computes of a node's arguments in the node's place.
+
+    Args:
+        node: a call with its value on record; it is erased.
+        function: takes the node's arguments and returns what it returns; of several results, those that
+            nobody reads may be None.
+        whole: keep composite operators, `linear` among them, as they are.
+    """
+    graph, sources = node.graph, node.all_input_nodes
+
+    def plain(*values: Any) -> Any:
+        known = dict(zip(sources, values, strict=True))
+        call: Any = fx.map_arg((node.args, node.kwargs), lambda argument: known[argument])
+        return function(*call[0], **call[1])
+
+    with fake_mode(graph), torch.no_grad():
+        traced: fx.GraphModule = make_fx(plain, pre_dispatch=whole)(*(s.meta["val"] for s in sources))
+    for view in (aten.view.default, aten._unsafe_view.default):  # strides will not be those of the trace
+        for found in traced.graph.find_nodes(op="call_function", target=view):
+            found.target = aten.reshape.default
+    inner = dict(zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True))
+    with graph.inserting_before(node):
+        results: Any = graph.graph_copy(traced.graph, inner)
+    for copied in inner.values():
+        for key in _ORIGIN:
+            if key in node.meta:
+                copied.meta.setdefault(key, node.meta[key])
+    if isinstance(results, fx.Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):  # each takes one of the results
+            if user.users:
+                user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)
 
 
 def size(tensor: Tensor, axis: int) -> int:

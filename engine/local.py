@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,17 @@ from mycelia.engine.step import Adjust, sgd_step
 from mycelia.engine.transforms.compile import PlannedStep
 from mycelia.engine.types import Tensors
 
-__all__ = ["ClientData", "LocalResult", "LocalTrainer", "LocalWork", "named_views", "parameter_slices"]
+__all__ = [
+    "ClientData",
+    "LocalResult",
+    "LocalSteps",
+    "LocalTrainer",
+    "LocalWork",
+    "StepsOf",
+    "Taken",
+    "named_views",
+    "parameter_slices",
+]
 
 Array = npt.NDArray[np.generic]
 
@@ -107,6 +118,27 @@ class LocalResult:
     examples: int
 
 
+class Taken(NamedTuple):
+    """What a client's steps came to; see `LocalResult`."""
+
+    steps: int
+    examples: int
+    loss_sum: float
+
+
+class LocalSteps(Protocol):
+    """One client's steps of a round, which change parameters and buffers in place."""
+
+    def __call__(
+        self, params: Tensors, buffers: Tensors, data: ClientData, round: int, extra: Tensors
+    ) -> Taken:
+        """Take them; `extra["lr"]` is the rate (0-d), the rest is what `adjust` reads."""
+
+
+StepsOf = Callable[[Program, Adjust | None], LocalSteps]
+"""Makes other steps than SGD on reshuffled batches, such as private ones, for a program and its `adjust`."""
+
+
 class LocalTrainer:
     """A resident replica that is reset to the server's model and trained in place for each client.
 
@@ -119,6 +151,7 @@ class LocalTrainer:
         plan: resolved plan.
         batch_shape: shape of the inputs of a full batch, None where there is none.
         package: the compiled step of a full batch, for the plan `inductor`; see `package_of`.
+        steps_of: makes the steps where they are not SGD; then plan and package are not used.
     """
 
     def __init__(
@@ -132,6 +165,7 @@ class LocalTrainer:
         plan: str = "interpreter",
         batch_shape: tuple[int, ...] | None = None,
         package: Path | None = None,
+        steps_of: StepsOf | None = None,
     ) -> None:
         self.program, self.work, self.seed = program, work, seed
         params, self._buffers = program.init()
@@ -147,6 +181,7 @@ class LocalTrainer:
         self._random = uses_seed(program)
         self._coupled = updates_buffers(program)
         self._step = PlannedStep(sgd_step(program, adjust), plan, batch_shape, package)
+        self._steps: LocalSteps = self._sgd if steps_of is None else steps_of(program, adjust)
 
     def run(
         self,
@@ -190,16 +225,7 @@ class LocalTrainer:
                     who="algorithm",
                 )
             self._extra.update(extra)
-        seed = self._zero_seed
-        base = derive(self.seed, "local randomness", round=round, client=data.client) if self._random else 0
-        steps, examples, loss_sum = 0, 0, 0.0
-        for inputs, targets in self._batches(data, round):
-            if self._random:
-                seed = torch.tensor((base + steps) & 0x7FFFFFFFFFFFFFFF)
-            loss = self._step(self._params, self._buffers, inputs, targets, seed, self._extra)
-            steps += 1
-            examples += len(targets)
-            loss_sum += loss.item() * len(targets)
+        steps, examples, loss_sum = self._steps(self._params, self._buffers, data, round, self._extra)
         if not self._views:
             self.vector.copy_(self.program.flatten(self._params))
         return LocalResult(self.vector, self._buffers, steps, loss_sum, examples)
@@ -216,6 +242,19 @@ class LocalTrainer:
         if name not in self._scratch:
             self._scratch[name] = torch.empty(self.program.dimension, dtype=dtype)
         return self._scratch[name]
+
+    def _sgd(self, params: Tensors, buffers: Tensors, data: ClientData, round: int, extra: Tensors) -> Taken:
+        seed = self._zero_seed
+        base = derive(self.seed, "local randomness", round=round, client=data.client) if self._random else 0
+        steps, examples, loss_sum = 0, 0, 0.0
+        for inputs, targets in self._batches(data, round):
+            if self._random:
+                seed = torch.tensor((base + steps) & 0x7FFFFFFFFFFFFFFF)
+            loss = self._step(params, buffers, inputs, targets, seed, extra)
+            steps += 1
+            examples += len(targets)
+            loss_sum += loss.item() * len(targets)
+        return Taken(steps, examples, loss_sum)
 
     def _batches(self, data: ClientData, round: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Reshuffled passes over the client's examples; every pass's last batch may be smaller.

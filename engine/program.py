@@ -211,8 +211,10 @@ class Program:
 
     def rewrite(self, change: Pass) -> Program:
         """A new Program with both graphs rewritten and the pass's name as one more note."""
-        self.graph(change.name)
-        graphs = Graphs(*(change(graph) for graph in self.graphs or ()))
+        training = self.graph(change.name)
+        evaluation = training if self.graphs is None else self.graphs.evaluation
+        new = change(training)  # most models do the same in both modes
+        graphs = Graphs(new, new if evaluation is training else change(evaluation))
         return self.of_graphs(self.schema, self.initial, graphs, self.example, (*self.note, change.name))
 
     def graph(self, what: str) -> fx.GraphModule:
@@ -355,35 +357,39 @@ def _predictor(evaluation: fx.GraphModule, schema: Schema) -> GraphPredictor:
     return GraphPredictor(call_of_graph(Pass("predict", no_loss)(evaluation), schema))
 
 
-def call_of_module(module: nn.Module, loss: Callable[[Any, Tensor], Tensor]) -> Call:
+@dataclass(frozen=True)
+class ModuleCall:
     """The forward pass of a module as it is; randomness is seeded on PyTorch's own generator."""
-    masks = [name for name, _ in module.named_buffers()]
 
-    def call(
-        p: Tensors,
-        b: Tensors,
-        f: Tensors,
+    module: nn.Module
+    loss: Callable[[Any, Tensor], Tensor]
+
+    def __call__(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        frozen: Tensors,
         inputs: Tensor,
         targets: Tensor,
         seed: Tensor,
         first: int | Tensor = 0,
         /,
     ) -> Forward:
-        fixed = {name: f[name] for name in masks if name in f}
-        own = {name: tensor.clone() for name, tensor in (b | fixed).items()}
-        tensors = {**p, **f, **own}
+        """One pass."""
+        masks = [name for name, _ in self.module.named_buffers()]
+        fixed = {name: frozen[name] for name in masks if name in frozen}
+        own = {name: tensor.clone() for name, tensor in (buffers | fixed).items()}
+        tensors = {**params, **frozen, **own}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((int(seed) + 0x9E3779B97F4A7C15 * int(first)) % 2**63)
             # a buffer that the module replaces comes back in the dictionary, one changed in place does too
-            outputs = torch.func.functional_call(module, tensors, (inputs,))
-            losses = loss(outputs, targets)
-        for name, old in b.items():
+            outputs = torch.func.functional_call(self.module, tensors, (inputs,))
+            losses = self.loss(outputs, targets)
+        for name, old in buffers.items():
             check_replaced(name, old, tensors[name])
         if changed := [name for name, old in fixed.items() if not torch.equal(tensors[name], old)]:
             raise changed_fixed(changed[0])
-        return Forward(losses, outputs, {name: tensors[name].detach() for name in b})
-
-    return call
+        return Forward(losses, outputs, {name: tensors[name].detach() for name in buffers})
 
 
 def changed_fixed(name: str) -> CaptureError:

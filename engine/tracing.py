@@ -15,6 +15,7 @@ from mycelia.engine import structure
 from mycelia.engine.errors import CaptureError
 from mycelia.engine.explain import place_of, reason_of
 from mycelia.engine.exported import TAIL, keep_no_grad, order, quiet, to_graph
+from mycelia.engine.packed import packed_sequences
 from mycelia.engine.program import changed_fixed, check_replaced
 from mycelia.engine.schema import Role, Schema
 from mycelia.engine.seeding import drive_by_seed
@@ -98,7 +99,7 @@ def export(model: nn.Module, loss: Loss, example: tuple[Tensor, Tensor], dynamic
     batch = torch.export.Dim("batch") if dynamic else None
     shapes = ({0: batch}, {0: batch}) if dynamic else None
     args = (example[0].clone(), example[1].clone())  # the model may write into its input
-    with _explained(model):
+    with _explained(model), packed_sequences(model):
         exported = torch.export.export(wrapper, args, dynamic_shapes=shapes, strict=False)
     keep_no_grad(exported)
     return Traced(model, exported, wrapper.seen.outputs)

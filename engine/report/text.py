@@ -6,7 +6,18 @@ import math
 import re
 from hashlib import sha256
 
-__all__ = ["amount", "duration", "number", "percent", "plural", "scale_bytes", "size", "slug", "title"]
+__all__ = [
+    "amount",
+    "at_most",
+    "duration",
+    "number",
+    "percent",
+    "plural",
+    "scale_bytes",
+    "size",
+    "slug",
+    "title",
+]
 
 _WORDS = {"lr": "learning rate", "f1": "F1", "auroc": "AUROC", "sha256": "SHA-256"}
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -26,6 +37,14 @@ def number(value: float) -> str:
         mantissa, exponent = f"{value:.3e}".split("e")
         text = f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return text.replace("-", "−")
+
+
+def at_most(value: float) -> str:
+    """A bound of at least 0 as `number` has it, never below: rounded up to four significant digits."""
+    if value <= 0 or not math.isfinite(value):
+        return number(value)
+    step = 10.0 ** (math.floor(math.log10(value)) - 3)
+    return number(math.ceil(value / step - 1e-9) * step)
 
 
 def percent(share: float) -> str:

@@ -10,13 +10,20 @@ from mycelia.engine.training.evaluation import evaluate
 from mycelia.engine.training.from_config import Prepared, prepare, resume, train
 from mycelia.engine.training.result import FitResult
 from mycelia.engine.training.signals import stop_on_signal
+from mycelia.engine.training.state import TrainState
 from mycelia.engine.training.step import clip_by_global_norm, update_step
 from mycelia.engine.training.trainer import Trainer
+from mycelia.engine.training.updates import Done, MakeUpdates, Updates, Work
 
 __all__ = [
+    "Done",
     "FitResult",
+    "MakeUpdates",
     "Prepared",
+    "TrainState",
     "Trainer",
+    "Updates",
+    "Work",
     "batches",
     "clip_by_global_norm",
     "evaluate",

@@ -90,6 +90,7 @@ def train(
     out: Path | None = None,
     listeners: Sequence[Listener] = (),
     on_signal: Callable[[str], None] | None = None,
+    prepare: Callable[[TrainConfig], Prepared] = prepare,
 ) -> FitResult:
     """Train in a new run folder.
 
@@ -98,6 +99,7 @@ def train(
         out: the run folder; None: a new one under `runs/`.
         listeners: told every event.
         on_signal: when given, Ctrl-C and SIGTERM save a checkpoint and end training, and it is told so.
+        prepare: sets up the trainer.
 
     Raises:
         MyceliaError: as `prepare`, `Run.create` and `Trainer.fit` do.
@@ -115,10 +117,19 @@ def resume(
     *,
     listeners: Sequence[Listener] = (),
     on_signal: Callable[[str], None] | None = None,
+    kind: type[TrainConfig] = TrainConfig,
+    prepare: Callable[[TrainConfig], Prepared] = prepare,
 ) -> FitResult:
     """Go on with a run from its last checkpoint, by the configuration in its folder.
 
     The result is that of a run that was never stopped; a finished run gives its result again.
+
+    Args:
+        path: the run folder.
+        listeners: told every event.
+        on_signal: see `train`.
+        kind: of the configuration.
+        prepare: see `train`.
 
     Raises:
         ConfigError: no run, or one of another command or schema version.
@@ -126,7 +137,7 @@ def resume(
     """
     begun(Run.open(path))  # another command's run is refused before its log is opened for writing
     with Run.resume(path, listeners=listeners) as run:
-        prepared = prepare(load_config(TrainConfig, path / CONFIG))
+        prepared = prepare(load_config(kind, path / CONFIG))
         if (started := begun(run)) is not None:
             for listener in listeners:
                 listener(started)  # what a display needs to know of the run's length

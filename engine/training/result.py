@@ -26,6 +26,9 @@ class FitResult:
         plan: the plan that ran.
         run_dir: the run folder; empty without one.
         interrupted: training was asked to stop, and goes on when the run is resumed.
+        epsilon: spent, an upper bound for what the updates revealed; None: training was not private.
+        delta: δ of that bound.
+        stopped_by: "budget" where the next update could not be paid for, else "".
     """
 
     params: Tensors = field(repr=False)
@@ -38,6 +41,9 @@ class FitResult:
     plan: str
     run_dir: str = ""
     interrupted: bool = False
+    epsilon: float | None = None
+    delta: float | None = None
+    stopped_by: str = ""
 
     def summary(self) -> dict[str, Any]:
         """The result as `mycelia train` prints it; without privacy, `epsilon` and `delta` are null."""
@@ -48,8 +54,9 @@ class FitResult:
             "seconds_total": self.seconds,
             "train_loss": self.train_loss,
             **{f"test_{name}": value for name, value in measured.items()},
-            "epsilon": None,
-            "delta": None,
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "stopped_by": self.stopped_by,
             "plan": self.plan,
             "model_sha256": model_sha256({**self.params, **self.buffers}),
             "run_dir": self.run_dir,

@@ -71,10 +71,11 @@ class TrainState:
         """All tensors by the names they have in a checkpoint."""
         return {_PARAMETER + name: tensor for name, tensor in self.params.items()} | self.carry
 
-    def meta(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The rest of the state, and the settings that a resume must share."""
+    def meta(self, settings: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
+        """The rest of the state, that of the updates, and the settings that a resume must share."""
         return {
             "settings": dict(settings),
+            "updates": dict(updates),
             "loss_sum": self.loss_sum,
             "loss_examples": self.loss_examples,
             "seconds": self.seconds,

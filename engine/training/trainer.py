@@ -6,7 +6,7 @@ import math
 import time
 import tomllib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -16,23 +16,21 @@ from mycelia.engine.data import Dataset, Examples
 from mycelia.engine.environment import describe
 from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.engine.events import Evaluation, Event, Listener, RunFinished, RunStarted, Scalars, Text
-from mycelia.engine.local import uses_seed
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.optimizers import Optimizer
 from mycelia.engine.program import Program
-from mycelia.engine.rng import derive
 from mycelia.engine.run import Run
 from mycelia.engine.schedules import Schedule
-from mycelia.engine.step import Step
 from mycelia.engine.train_config import Every
-from mycelia.engine.training.batches import batches, steps_per_epoch
+from mycelia.engine.training.batches import steps_per_epoch
 from mycelia.engine.training.checks import check_examples, check_finite_step, parts_of
 from mycelia.engine.training.evaluation import evaluate
-from mycelia.engine.training.planned import plan_update
+from mycelia.engine.training.plain import PlainUpdates
 from mycelia.engine.training.result import FitResult
 from mycelia.engine.training.resuming import COMMAND, begun, last_checkpoint
 from mycelia.engine.training.state import TrainState
-from mycelia.engine.training.step import GRADIENT_NORM, initial_carry, update_step
+from mycelia.engine.training.step import GRADIENT_NORM
+from mycelia.engine.training.updates import Done, MakeUpdates
 
 __all__ = ["Trainer"]
 
@@ -68,6 +66,7 @@ class Trainer:
         plan: `default`, `tune`, `eager`, `interpreter` or `inductor`; a resumed run keeps its first one.
         rate: the optimiser's rate, only to be logged.
         seed: root of the random streams: order of the examples, dropout.
+        updates: makes the steps; others than the ordinary ones may read other settings.
     """
 
     program: Program
@@ -85,6 +84,7 @@ class Trainer:
     plan: str = "default"
     rate: Schedule | None = None
     seed: int = 0
+    updates: MakeUpdates = PlainUpdates
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -127,6 +127,10 @@ class Trainer:
             MyceliaError: a loss that is not finite, with step and example ids; a full disk.
         """
         fit = _Fit(self, data, eval_data, callbacks, run, should_stop)
+        with closing(fit.updates):
+            return self._fit(fit)
+
+    def _fit(self, fit: _Fit) -> FitResult:
         fit.begin()
         try:
             result = fit.train()
@@ -142,10 +146,6 @@ class Trainer:
     def total_steps(self, examples: int) -> int:
         """Steps of the whole training."""
         return self.steps or self.epochs * steps_per_epoch(examples, self.batch_size)
-
-    def step_of(self, program: Program, *, in_place: bool) -> Step:
-        """The step this trainer makes of a form of its program."""
-        return update_step(program, self.optimizer, clip_norm=self.clip_norm, in_place=in_place)
 
 
 class _Fit:
@@ -166,9 +166,8 @@ class _Fit:
         self.data_sha256 = "" if run is None else (whole or self.train_data).sha256
         params, buffers = self.program.init()
         check_examples(self.program, params, buffers, self.train_data, trainer.metrics)
-        self.device = next((tensor.device for tensor in params.values()), torch.device("cpu"))
-        carry = initial_carry(buffers, trainer.optimizer, params, clip_norm=trainer.clip_norm)
-        self.state = TrainState(params, carry)
+        self.updates = trainer.updates(trainer, self.train_data, params, buffers, run)
+        self.state = TrainState(params, self.updates.carry)
         self.per_epoch = steps_per_epoch(len(self.train_data), trainer.batch_size)
         self.total = trainer.total_steps(len(self.train_data))
         self.saved_at = -1
@@ -183,18 +182,13 @@ class _Fit:
     def begin(self) -> None:
         """Start the run, or take over the last checkpoint of one that has begun."""
         started = begun(self.run) if self.run is not None else None
-        inputs, targets = self.batch(range(min(self.trainer.batch_size, len(self.train_data))))
-        self.plan, self.update = plan_update(
-            started.plan if started else self.trainer.plan,
-            self.program,
-            self.trainer.step_of,
-            (self.state.params, self.state.carry, inputs, targets),
-            self.total,
-        )
+        self.updates.begin(started.plan if started else self.trainer.plan, self.state.params, self.total)
+        self.plan = self.updates.plan
         if started is None:
             self.tell(self.first_event())
         elif self.run is not None and (found := last_checkpoint(self.run)) is not None:
             self.state.restore(found, self.settings())
+            self.updates.restore(found.meta.get("updates", {}))
             self.saved_at = self.state.step
             self.clock -= self.state.seconds
 
@@ -219,40 +213,26 @@ class _Fit:
             "schema": self.program.schema.sha256,
             "transforms": list(self.program.note),
             "data": self.data_sha256,
-            "optimizer": trainer.optimizer.name,
-            "batch_size": trainer.batch_size,
-            "clip_norm": trainer.clip_norm,
             "seed": trainer.seed,
             "plan": self.plan.name,
+            **self.updates.settings(),
         }
-
-    def batch(self, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        arrays = (self.train_data.inputs[rows], self.train_data.targets[rows])
-        inputs, targets = (torch.from_numpy(array).to(self.device) for array in arrays)
-        return inputs, targets
 
     def train(self) -> FitResult:
         trainer, state = self.trainer, self.state
         evaluate_each = trainer.evaluation.in_steps(self.per_epoch)
         save_each = trainer.checkpoint.in_steps(self.per_epoch)
-        random = uses_seed(self.program)
-        seed = torch.zeros((), dtype=torch.int64, device=self.device)
         window: list[float] = []
         interrupted = False
-        order = batches(
-            len(self.train_data), trainer.batch_size, trainer.seed, start=state.step, stop=self.total
-        )
-        for step, rows in order:
-            if step % self.per_epoch == 0:
+        while state.step < self.total and (done := self.updates.step(state)) is not None:
+            if state.step % self.per_epoch == 0:
                 state.loss_sum, state.loss_examples = 0.0, 0
-            if random:
-                seed.fill_(derive(trainer.seed, "training randomness", round=step))
-            loss = self.update(state.params, state.carry, *self.batch(rows), seed, {}).item()
-            state.step = step + 1
-            self.check_step(loss, rows)
-            state.loss_sum += loss * len(rows)
-            state.loss_examples += len(rows)
-            window.append(loss)
+            state.step += 1
+            self.check_step(done)
+            if done.examples:
+                state.loss_sum += done.loss * done.examples
+                state.loss_examples += done.examples
+                window.append(done.loss)
             if state.step % trainer.log_steps == 0 or state.step == self.total:
                 self.log_window(window)
                 window = []
@@ -268,23 +248,27 @@ class _Fit:
         self.save()
         return self.result(interrupted)
 
-    def check_step(self, loss: float, rows: Any) -> None:
+    def check_step(self, done: Done) -> None:
+        if done.rows is None:
+            return
         norm = self.state.carry.get(GRADIENT_NORM)
-        numbers = {"loss": loss} | ({} if norm is None else {"gradient's norm": norm.item()})
+        numbers = {"loss": done.loss} | ({} if norm is None else {"gradient's norm": norm.item()})
         try:
-            check_finite_step(self.state.step, numbers, rows)
+            check_finite_step(self.state.step, numbers, done.rows)
         except MyceliaError:  # the message has the first ids only
-            ids = ", ".join(map(str, rows))
+            ids = ", ".join(map(str, done.rows))
             self.tell(Text(name="examples of the failed batch", step=self.state.step, text=ids))
             raise
 
     def log_window(self, window: list[float]) -> None:
-        values = {"loss": math.fsum(window) / len(window)}
+        values = {"loss": math.fsum(window) / len(window)} if window else {}
         if self.trainer.rate is not None:
             values["lr"] = self.trainer.rate(torch.tensor(self.state.step - 1)).item()
         if GRADIENT_NORM in self.state.carry:
             values[GRADIENT_NORM] = self.state.carry[GRADIENT_NORM].item()
         self.tell(Scalars(step=self.state.step, values=values))
+        for event in self.updates.events(self.state.step):
+            self.tell(event)
 
     def measure(self) -> None:
         state, trainer = self.state, self.trainer
@@ -308,7 +292,9 @@ class _Fit:
         state.seconds = time.perf_counter() - self.clock
         if self.run is None or self.saved_at == state.step:
             return
-        self.run.save_checkpoint(state.step, state.tensors(), state.meta(self.settings()))
+        self.run.save_checkpoint(
+            state.step, state.tensors(), state.meta(self.settings(), self.updates.state())
+        )
         self.saved_at = state.step
 
     def result(self, interrupted: bool) -> FitResult:
@@ -325,4 +311,5 @@ class _Fit:
             plan=self.plan.name,
             run_dir=str(self.run.path) if self.run is not None else "",
             interrupted=interrupted,
+            **self.updates.outcome(),
         )

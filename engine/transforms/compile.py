@@ -49,8 +49,10 @@ __all__ = [
     "compile_step",
     "example_batch",
     "package_adder",
+    "package_graph",
     "package_of",
     "package_step",
+    "tidy",
     "trace_step",
     "tune",
 ]
@@ -196,18 +198,24 @@ def trace_step(
     # oneDNN's recurrent layers cannot be traced through their backward; without it they trace to their cells
     with _torch.without_onednn():
         graph: fx.GraphModule = make_fx(flat)(*args)
-    for node in list(graph.graph.nodes):
-        if node.target is torch.ops.aten.detach.default:  # tracing residue; free of meaning without autograd
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
-    _spell_out_alpha(graph.graph)
-    graph.graph.eliminate_dead_code()
+    tidy(graph)
     deferred: tuple[int, ...] = ()
     if "lr" in extra:
         arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
         deferred = defer_products(graph.graph, arguments[len(names) + len(own) + 3 + more.index("lr")])
     graph.recompile()
     return TracedStep(graph, deferred)
+
+
+def tidy(graph: fx.GraphModule) -> None:
+    """Make what was traced fit to be run or compiled without autograd."""
+    for node in list(graph.graph.nodes):
+        if node.target is aten.detach.default:  # residue of autograd
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    _spell_out_alpha(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
 
 
 def _spell_out_alpha(graph: fx.Graph) -> None:
@@ -270,7 +278,7 @@ def package_step(
     seed = torch.zeros((), dtype=torch.int64)
     traced = trace_step(step, params, buffers, inputs, targets, seed, extra)
     args = [t.clone() for t in (*params.values(), *buffers.values(), inputs, targets, seed, *extra.values())]
-    return _packaged(traced.graph, args, cache, " ".join(map(str, traced.deferred)))
+    return package_graph(traced.graph, args, cache, " ".join(map(str, traced.deferred)))
 
 
 def package_adder(dimension: int, cache: Path | None = None) -> Path:
@@ -289,7 +297,7 @@ def package_adder(dimension: int, cache: Path | None = None) -> Path:
         torch.ones((), dtype=torch.float64),
     ]
     graph: fx.GraphModule = make_fx(add)(*args)
-    return _packaged(graph, args, cache)
+    return package_graph(graph, args, cache)
 
 
 class Adder:
@@ -308,8 +316,8 @@ class Adder:
         return low.item(), high.item()
 
 
-def _packaged(graph: fx.GraphModule, args: list[Tensor], cache: Path | None, note: str = "") -> Path:
-    """The compiled package of a graph."""
+def package_graph(graph: fx.GraphModule, args: list[Tensor], cache: Path | None, note: str = "") -> Path:
+    """The compiled package of a traced graph, from the cache or made now; it travels with the note."""
     folder = cache if cache is not None else _default_cache()
     path = folder / f"{_key(graph, args, note)}.pt2"
     if not _loads(path):

@@ -23,6 +23,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[int, ...], int | None, tuple[int, .
     ("lenet", {}, (3, 12, 17), 4, (4,)),
     ("cnn", {}, (1, 8, 8), 10, (10,)),
     ("cnn", {}, (3, 9, 4), None, (1,)),
+    ("tanh-cnn", {}, (1, 28, 28), 10, (10,)),
+    ("tanh-cnn", {"width": 5}, (3, 9, 4), None, (1,)),
     ("resnet8", {}, (3, 32, 32), 10, (10,)),
     ("resnet8", {}, (1, 4, 4), 10, (10,)),
     ("resnet8", {"norm": "batch"}, (1, 8, 8), 10, (10,)),
@@ -52,6 +54,9 @@ def test_sizes_are_those_of_the_papers() -> None:
     assert parameters(build("mlp", (1, 28, 28), 10)) == 199_210
     assert parameters(build("cnn", (1, 28, 28), 10)) == 1_663_370
     assert parameters(build("lenet", (1, 28, 28), 10)) == 61_706
+    # Papernot et al. 2021: kernels of 8×8 and 4×4, here with one width; 28×28 is 7×7 after two strides of 2.
+    tanh_cnn = (64 * 32 + 32) + (16 * 32 * 32 + 32) + (49 * 32 * 10 + 10)
+    assert parameters(build("tanh-cnn", (1, 28, 28), 10)) == tanh_cnn
     # 3×3 convolutions 3→16→16→16→32→32→64→64, projections 16→32→64, nine norms, 64→10.
     convolutions = 9 * (3 * 16 + 2 * 16 * 16 + 16 * 32 + 32 * 32 + 32 * 64 + 64 * 64) + 16 * 32 + 32 * 64
     norms = 2 * (3 * 16 + 3 * 32 + 3 * 64)
@@ -115,7 +120,7 @@ def test_the_resnet_has_the_norm_asked_for() -> None:
     assert norms(build("resnet8", (3, 32, 32), 10, norm="batch")) == {nn.BatchNorm2d}
 
 
-@pytest.mark.parametrize(("name", "smallest"), [("lenet", 12), ("cnn", 4), ("resnet8", 4)])
+@pytest.mark.parametrize(("name", "smallest"), [("lenet", 12), ("cnn", 4), ("tanh-cnn", 4), ("resnet8", 4)])
 def test_a_small_image_is_refused_with_the_smallest_size(name: str, smallest: int) -> None:
     build(name, (1, smallest, smallest), 10)(torch.zeros(1, 1, smallest, smallest))
     with pytest.raises(
@@ -124,7 +129,7 @@ def test_a_small_image_is_refused_with_the_smallest_size(name: str, smallest: in
         build(name, (1, smallest, smallest - 1), 10)
 
 
-@pytest.mark.parametrize("name", ["lenet", "cnn", "resnet8"])
+@pytest.mark.parametrize("name", ["lenet", "cnn", "tanh-cnn", "resnet8"])
 @pytest.mark.parametrize("shape", [(), (30,), (28, 28), (1, 2, 28, 28)])
 def test_what_is_no_image_is_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="C×H×W"):
@@ -153,6 +158,7 @@ def test_what_is_no_sequence_is_refused(name: str) -> None:
         ("mlp", (4,), 2, {"hidden": 200}, "widths"),
         ("mlp", (4,), 2, {"hidden": [10, 0]}, "widths"),
         ("cnn", (1, 28, 28), 10, {"norm": "batch"}, "it has no options"),
+        ("tanh-cnn", (1, 28, 28), 10, {"width": 0}, "width is 0"),
         ("resnet8", (1, 28, 28), 10, {"norm": "layer"}, "group or batch"),
         ("lstm", (7, 5), 10, {"hidden": 0}, "hidden is 0"),
         ("transformer-tiny", (7, 5), 10, {"heads": 5}, "heads divide"),

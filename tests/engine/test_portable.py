@@ -77,7 +77,7 @@ def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_eager_backend_does_not_travel_silently_wrong() -> None:
-    """Its calls are closures over the module: pickle refuses them with an error instead of sending a part."""
+    """Its predictor is a closure over the module: pickle refuses it with an error and sends no part."""
     program = capture(torch.nn.Linear(3, 2), squares, (torch.ones(2, 3), torch.ones(2, 2)), backend="eager")
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(program)

@@ -73,7 +73,7 @@ PAPER = {**MOMENTS, "bias_correction": False}
         (FedAvgM(server_lr=ETA, momentum=B1, nesterov=True), hsu(B1, nesterov=True)),
         (FedAvgM(server_lr=ETA, momentum=0.0), hsu(0.0)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Algorithm) else "",
 )
 @pytest.mark.parametrize("rounds", [1, 6])
 def test_paper(algorithm: Algorithm, rule: Rule, rounds: int) -> None:
