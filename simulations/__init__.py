@@ -11,16 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mycelia.simulations.result import SimulationResult
     from mycelia.simulations.scenario import Scenario, load_scenario, scenario_names
+    from mycelia.simulations.secure_sums import SecureSumAborted, SecureSumResult, secure_sum
     from mycelia.simulations.simulator import resume, simulate
 
-__all__ = ["Scenario", "SimulationResult", "load_scenario", "resume", "scenario_names", "simulate"]
+__all__ = [
+    "Scenario",
+    "SecureSumAborted",
+    "SecureSumResult",
+    "SimulationResult",
+    "load_scenario",
+    "resume",
+    "scenario_names",
+    "secure_sum",
+    "simulate",
+]
 
 _HOMES = {
     "Scenario": "scenario",
+    "SecureSumAborted": "secure_sums",
+    "SecureSumResult": "secure_sums",
     "SimulationResult": "result",
     "load_scenario": "scenario",
     "resume": "simulator",
     "scenario_names": "scenario",
+    "secure_sum": "secure_sums",
     "simulate": "simulator",
 }
 

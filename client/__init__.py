@@ -1,0 +1,1 @@
+"""The device side of a federation: the client's half of a secure sum."""
