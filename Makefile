@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install -qq -c constraints.txt
+# One process a core, and one thread a process: more only take turns.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 ROOMS := $(shell sed -n 's/^"mycelia\.[a-z]*" = "\([a-z]*\)".*/\1/p' pyproject.toml)
 # mypy and import-linter cannot see an editable install, so they read the rooms through these links.
 LINKS := build/links
@@ -20,10 +22,10 @@ demo: $(VENV)/.core ## install, then simulate a federation of 100 clients
 	@$(BIN)/mycelia simulate quickstart
 
 test: $(VENV)/.dev ## everything but the long schedules
-	@$(BIN)/pytest -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 soak: $(VENV)/.dev ## the long schedules
-	@$(BIN)/pytest -m slow
+	@$(PYTEST) -m slow
 
 lint: style layout types imports ## style, types and import directions (-k: go on after a failure)
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from mycelia.aggregator.deadlines import MIN_BUDGET_S
 from mycelia.engine.config import Named, Strict
 from mycelia.engine.errors import ConfigError
-from mycelia.privacy.config import PrivacyConfig
+from mycelia.privacy.config import ParticipationConfig, PrivacyConfig
 
 __all__ = ["EvaluationConfig", "FederationConfig", "LocalConfig", "RoundConfig", "UpdateConfig"]
 
@@ -127,16 +127,57 @@ class FederationConfig(Strict):
                     f"the selector {self.selector.name} admits no other clients; use discard",
                 )
 
+    @property
+    def secret_draw(self) -> bool:
+        """Whether ε rests on a secret draw of each cohort: a selector with a bound, and independent noise."""
+        privacy = self.privacy
+        if privacy is None or privacy.unit != "client" or privacy.model != "central":
+            return False
+        return privacy.factorisation is None and self.selector.name in {"poisson", "uniform"}
+
     def _private_conflicts(self) -> Iterable[tuple[str, str]]:
-        if self.privacy is not None and self.privacy.unit != "client":
-            yield "privacy.unit", "must be 'client': in a federation each client is protected as a whole"
-        if self.selector.name not in {"poisson", "uniform"}:
-            yield "selector", "must be poisson or uniform: others have no privacy bound"
+        privacy = self.privacy
+        if privacy is None:
+            return
+        if self.update.max_weight not in {0.0, 1.0}:
+            yield "update.max_weight", "must be 0 or 1: every client has weight 1"
+        if self.secret_draw:
+            yield from self._drawn_conflicts(privacy)
+        elif privacy.unit == "client" and privacy.model == "central":
+            yield from self._correlated_conflicts(privacy)
+        else:
+            if self.selector.name == "weighted":
+                yield "selector", "must not be weighted: how many examples a client has is private"
+            if privacy.unit == "example" and privacy.factorisation is not None:
+                yield "privacy.factorisation", 'correlated noise protects clients; set unit = "client"'
+            if privacy.clip.name == "quantile":
+                yield "privacy.clip", "a client clips to a fixed bound; use abadi or auto-s"
+        if privacy.unit == "client":
+            if privacy.clip.name == "per-layer":
+                yield "privacy.clip", "a client's update is clipped as a whole; use abadi or auto-s"
+            if self.round.stragglers == "next_round":
+                yield "round.stragglers", "must be discard: a client has one update a round"
+
+    def _drawn_conflicts(self, privacy: PrivacyConfig) -> Iterable[tuple[str, str]]:
         if self.round.over_select != 1:
             yield "round.over_select", "must be 1: the cohort is the sampler of the privacy bound"
         if self.round.on_failure == "replace":
             yield "round.on_failure", "must not be replace: the cohort is the sampler of the privacy bound"
-        if self.round.stragglers == "next_round":
-            yield "round.stragglers", "must be discard: a client has one update a round"
-        if self.update.max_weight not in {0.0, 1.0}:
-            yield "update.max_weight", "must be 0 or 1: every client has weight 1"
+        if privacy.participation != ParticipationConfig():
+            yield (
+                "privacy.participation",
+                f"the selector {self.selector.name} draws anybody in any round; leave it out, or name a "
+                "factorisation",
+            )
+
+    def _correlated_conflicts(self, privacy: PrivacyConfig) -> Iterable[tuple[str, str]]:
+        if self.selector.name == "poisson":
+            yield "selector", "must not be poisson with a factorisation; use uniform or availability"
+        if self.selector.options.get("weights"):
+            yield "selector.weights", "cannot follow clients that come and go; leave it out to weigh by size"
+        if privacy.factorisation is None:  # what it implies where the selector alone asks for it
+            other = f"the selector {self.selector.name} needs correlated noise"
+            if privacy.clip.name == "quantile":
+                yield "privacy.clip", f"{other}, which has one size for the whole run; use a fixed bound"
+            if privacy.mechanism == "discrete-gaussian":
+                yield "privacy.mechanism", f"{other}, which is drawn in floating point; use gaussian"

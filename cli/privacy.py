@@ -169,35 +169,43 @@ def ledger(
     Exits with 1 where its chain is broken.
     """
     from mycelia.engine.errors import ConfigError, DataError
+    from mycelia.privacy.client_ledgers import FOLDER
     from mycelia.privacy.ledger import FILE, Ledger
 
     path = run / FILE if run.is_dir() else run
     settings = _privacy_settings(run)
+    whose: list[tuple[str, str]] = []
+    try:
+        if run.is_dir() and (run / FOLDER).is_dir() and not path.exists():
+            path, whose = _fullest(run / FOLDER)
+        found = Ledger.load(path)
+    except DataError:
+        if format is Format.json and path.exists():
+            print_json(_ledger_facts(run, [], None, "", False, [], []))
+        raise
     at = delta if delta is not None else settings.get("delta")
-    if at is None:
+    if at is None and len(found):
         raise ConfigError(
             "no δ is given, and the run has no budget",
             rule="an ε holds at a δ",
             fix="add --delta 1e-5",
             who=str(run),
         )
-    try:
-        found = Ledger.load(path)
-    except DataError:
-        if format is Format.json and path.exists():
-            print_json(_ledger_facts(run, [], None, "", False, []))
-        raise
-    statements = found.statements(float(at))
+    statements = [] if at is None else found.statements(float(at))
     budget = _budget_facts(settings, found, statements)
-    facts = _ledger_facts(run, statements, budget, found.noise_source, True, list(found))
+    heuristics = list(found.heuristics)
+    facts = _ledger_facts(run, statements, budget, found.noise_source, True, heuristics, list(found))
     if format is Format.json:
         print_json(_finite(facts))
         return
     for statement in statements:
         print(statement)
     if not statements:
-        print("nothing was released")
-    pairs = [("noise source", found.noise_source), ("chain", "unbroken"), ("updates", str(found.steps))]
+        print("nothing was released with an ε")
+    for heuristic in found.heuristics:
+        print(heuristic)
+    pairs = [*whose, ("noise source", found.noise_source), ("chain", "unbroken")]
+    pairs.append(("updates", str(found.steps)))
     if budget is not None:
         pairs.append(("budget", f"ε {budget['epsilon']:g} at δ = {budget['delta']:g}"))
         left = budget["remaining_steps"]
@@ -264,6 +272,16 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list) else value
 
 
+def _fullest(folder: Path) -> tuple[Path, list[tuple[str, str]]]:
+    """Of the ledgers of a run's clients the one that has released most, all of them checked."""
+    from mycelia.privacy.client_ledgers import ClientLedgers
+
+    ledgers = ClientLedgers(folder)
+    steps = {client: found.steps for client in ledgers.clients() if (found := ledgers.read(client))}
+    most = max(steps, key=lambda client: steps[client], default="0")
+    return ledgers.path(most), [("ledger", f"client {most}, the fullest of {len(steps)} in {folder}")]
+
+
 def _privacy_settings(run: Path) -> dict[str, Any]:
     """The table [privacy] of a run's configuration; empty where there is none."""
     import tomllib
@@ -301,7 +319,8 @@ def _budget_facts(
         budget = Budget(limit, delta, last.unit, last.relation, ledger=ledger)
         facts["spent"] = budget.spent
         following = replace(last, step=last.step + last.count, count=1)
-        facts["remaining_steps"] = 0 if last.mechanism == "curve" else budget.remaining(following)
+        if not last.sensitivity:  # correlated noise ends as planned, whatever the budget has left
+            facts["remaining_steps"] = 0 if last.mechanism == "curve" else budget.remaining(following)
     else:
         facts["spent"] = max(statement.epsilon for statement in ledger.statements(delta))
     if facts["remaining_steps"] == 0:
@@ -315,6 +334,7 @@ def _ledger_facts(
     budget: dict[str, Any] | None,
     noise_source: str,
     chain_ok: bool,
+    heuristics: list[str],
     events: list[Event],
 ) -> dict[str, Any]:
     return {
@@ -323,7 +343,7 @@ def _ledger_facts(
         "budget": budget,
         "noise_source": noise_source,
         "chain_ok": chain_ok,
-        "heuristics": [],
+        "heuristics": heuristics,
         "events": [_event_facts(index, event) for index, event in enumerate(events)],
     }
 

@@ -36,6 +36,7 @@ _TRAINING = {
     "train_loss": ("train loss", "{:.4g}"),
     "clip_share": ("clipped", "{:.0%}"),
     "epsilon": ("ε", "{:.3g}"),
+    "local epsilon": ("local ε", "{:.3g}"),
 }
 _LINES = 50  # about as many lines as a run without a terminal prints
 
@@ -63,8 +64,8 @@ class Standing:
                 self._read(values, _TRAINING)
             case Evaluation(metrics=values, split=split) if split != "train":
                 self._read(values, _EVALUATION)
-            case Privacy(epsilon=epsilon):
-                self._read({"epsilon": epsilon}, _TRAINING)
+            case Privacy(epsilon=epsilon, level=level):
+                self._read({"local epsilon" if "local" in level else "epsilon": epsilon}, _TRAINING)
             case CohortProgress(done=done, asked=asked):
                 self.clients_done, self.clients_asked = done, asked
             case _:

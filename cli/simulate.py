@@ -46,7 +46,8 @@ def command(
     """Simulate a federation on this machine.
 
     Built-in scenarios: quickstart (digits, one minute), fashion (a CNN on Fashion-MNIST),
-    personalised (batch norm that stays with the client). Ctrl-C saves a checkpoint; --resume
+    personalised (batch norm that stays with the client), dp (clients whose data is protected),
+    dp-ftrl (the same for clients that come when they like). Ctrl-C saves a checkpoint; --resume
     goes on from it and ends with the same model as a run that was never stopped.
 
     Example: mycelia simulate quickstart -s rounds=20 -s algorithm=fedadam --out runs/adam
@@ -111,11 +112,7 @@ def _run(go: Callable[[Listener], SimulationResult], form: Format) -> int:
                 "rounds",
                 f"{result.rounds}" + (f", {result.failed_rounds} failed" if result.failed_rounds else ""),
             ),
-            *(
-                [("privacy", f"epsilon {result.epsilon:.4g}, delta {result.delta:g}, per client")]
-                if result.epsilon is not None
-                else []
-            ),
+            *([("privacy", _privacy(result))] if result.privacy is not None else []),
             ("seconds", f"{result.seconds_total:.1f} in all, {result.seconds_per_round:.3f} a round"),
             ("sent", f"{result.bytes_up / 1e6:.1f} MB up, {result.bytes_down / 1e6:.1f} MB down"),
             ("model", result.model_sha256),
@@ -124,6 +121,19 @@ def _run(go: Callable[[Listener], SimulationResult], form: Format) -> int:
         ]
     )
     return 0
+
+
+def _privacy(result: SimulationResult) -> str:
+    """ε with its δ and unit; where every client has its own, the largest and the median."""
+    from mycelia.engine.report.text import at_most
+
+    facts, epsilon, delta = result.privacy or {}, result.epsilon or 0.0, result.delta or 0.0
+    clients = facts["clients"]
+    local = "local " if facts["model"] == "local" else ""
+    said = f"{local}epsilon {at_most(epsilon)}, delta {delta:g}, per {facts['unit']}"
+    if clients is None:
+        return said
+    return f"{said}: the largest of {clients['clients']} clients, median {at_most(clients['median'])}"
 
 
 def _dry_run(scenario: Scenario, form: Format) -> int:

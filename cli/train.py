@@ -20,7 +20,7 @@ from mycelia.cli.options import (
 from mycelia.cli.output import INTERRUPTED, Format, FormatOption, note, print_json, print_pairs
 
 if TYPE_CHECKING:
-    from mycelia.engine.train_config import TrainConfig
+    from mycelia.privacy.central_config import PrivateTrainConfig
 
 __all__ = ["command"]
 
@@ -50,21 +50,21 @@ def command(
         )
         return _run(None, None, resume, form)
     from mycelia.engine.config import load_config, to_toml
-    from mycelia.engine.train_config import TrainConfig
+    from mycelia.privacy.central_config import PrivateTrainConfig
 
-    chosen = load_config(TrainConfig, config or {}, overrides_of(settings, seed))
+    chosen = load_config(PrivateTrainConfig, config or {}, overrides_of(settings, seed))
     if print_config:
         print(to_toml(chosen), end="")
         return 0
     return _dry_run(chosen, form) if dry_run else _run(chosen, out, None, form)
 
 
-def _run(config: TrainConfig | None, out: Path | None, run: Path | None, form: Format) -> int:
+def _run(config: PrivateTrainConfig | None, out: Path | None, run: Path | None, form: Format) -> int:
     """Start or go on with progress on stderr, and print the result."""
     import torch
 
     from mycelia.cli.progress import show_progress
-    from mycelia.engine.training import resume, train
+    from mycelia.privacy.central import resume, train
 
     torch.set_num_threads(1)  # small models run slower on several, and the number decides the last bits
     with show_progress() as progress:
@@ -79,7 +79,9 @@ def _run(config: TrainConfig | None, out: Path | None, run: Path | None, form: F
     if form is Format.json:
         print_json(summary)
         return 0
-    shown = {name: value for name, value in summary.items() if value is not None and name not in _RENAMED}
+    shown = {
+        name: value for name, value in summary.items() if value not in (None, "") and name not in _RENAMED
+    }
     shown |= {new: summary[name] for name, new in _RENAMED.items()}
     shown["report"] = Path(result.run_dir, "report.html")
     print_pairs([(name.replace("_", " "), _show(name, value)) for name, value in shown.items()])
@@ -89,10 +91,11 @@ def _run(config: TrainConfig | None, out: Path | None, run: Path | None, form: F
 _RENAMED = {"seconds_total": "seconds", "model_sha256": "model", "run_dir": "run"}
 
 
-def _dry_run(config: TrainConfig, form: Format) -> int:
+def _dry_run(config: PrivateTrainConfig, form: Format) -> int:
     """Say what would be trained; everything it needs is found, checked and built."""
-    from mycelia.engine.training import prepare, steps_per_epoch
+    from mycelia.engine.training import steps_per_epoch
     from mycelia.engine.transforms.compile import choose_plan
+    from mycelia.privacy.central import plan_of, prepare
 
     prepared = prepare(config)
     trainer, dataset = prepared.trainer, prepared.dataset
@@ -108,6 +111,15 @@ def _dry_run(config: TrainConfig, form: Format) -> int:
         "steps_per_epoch": steps_per_epoch(len(dataset.train), trainer.batch_size),
         "plan": choose_plan(config.plan, steps).name,
     }
+    private = plan_of(prepared)
+    if private is not None:
+        facts |= {
+            "plan": config.plan,
+            "sampling_rate": private.settings.sampler.rate,
+            "noise_multiplier": private.noise_multiplier,
+            "epsilon": private.epsilon,
+            "delta": private.config.delta,
+        }
     if form is Format.json:
         print_json(facts)
     else:

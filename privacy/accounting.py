@@ -483,7 +483,7 @@ class _Pass:
         """Noise multipliers and how often each, at worst."""
         zs, counts = np.concatenate(self._zs), np.concatenate(self._counts)
         zs, counts = zs[counts > 0], counts[counts > 0]
-        if self._event.sensitivity:  # one release of the whole matrix
+        if self._event.sensitivity and self._event.uses:  # one release of the whole matrix
             return np.array([zs.min() / self._event.sensitivity]), np.ones(1)
         if self._event.uses:
             order = np.argsort(zs)
@@ -510,16 +510,16 @@ def _mechanism(event: Event) -> tuple[Mechanism | None, float]:
             # A user's examples may all sit in one update, and without a secret draw nothing else is better.
             return Mechanism("gaussian"), double * k
         case "poisson" | "cyclic-poisson":
-            rate = min(1.0, q * event.period)
+            rate, moved = min(1.0, q * event.period), event.sensitivity or 1.0
             if not rate:
                 return None, 1.0
             if rate == 1:
-                return Mechanism("gaussian"), double * k
+                return Mechanism("gaussian"), double * k * moved
             if k > 1:
                 if event.sampling != "poisson" or event.relation == "replace-one":
                     raise _no_bound(event, 'Poisson sampling with the relation "add-remove" or "zero-out"')
                 return Mechanism("mixture", rate, size=k), 1.0
-            return Mechanism("replace-poisson" if double == 2 else "poisson", rate), 1.0
+            return Mechanism("replace-poisson" if double == 2 else "poisson", rate), moved
         case "truncated-poisson":
             _refuse_users(event)
             kind = Mechanism("truncated", q, size=event.size, population=event.population)
@@ -646,10 +646,15 @@ def _stated(tally: _Tally, delta: float, accountant: str, base: Event | None, no
 def _assumptions(
     person: str, relation: str, samplings: set[str], amplified: bool, event: Event | None
 ) -> tuple[str, ...]:
+    noise = "noise of z times the clip bound is added to the sum once per update"
+    if event is not None and event.sensitivity:
+        noise = (
+            "the noise of z times the clip bound is correlated over the updates by a factorisation of "
+            f"sensitivity {event.sensitivity:.6g}, and updates end as planned"
+        )
     sentences = [
         _NEIGHBOURS[relation].format(person),
-        f"each {'example' if person == 'user' else person} is clipped by itself, and noise of z times the "
-        "clip bound is added to the sum once per update",
+        f"each {'example' if person == 'user' else person} is clipped by itself, and {noise}",
     ]
     if amplified:
         sentences.append("nobody learns who was drawn for an update")

@@ -156,15 +156,23 @@ class Budget:
             who="budget",
         )
 
-    def release(self, event: Event, release: str = "") -> None:
+    def release(self, event: Event, release: str = "", stream: str = "") -> None:
         """Ask for a release and write it down; call it right before the release.
+
+        One that is in the ledger already costs nothing when it is done again.
+
+        Args:
+            event: what is about to be released.
+            release: see `Ledger.record`.
+            stream: see `Ledger.record`.
 
         Raises:
             BudgetExceeded: the budget cannot pay for it; nothing is written.
-            MyceliaError: the ledger cannot be written.
+            MyceliaError: the ledger cannot be written, or its stream was used for other inputs.
         """
-        self.allow(event)
-        self.ledger.record(event, release)
+        if not self.ledger.holds(event, release, stream):
+            self.allow(event)
+        self.ledger.record(event, release, stream)
 
     def gauge(self, event: Event, step: int | None = None) -> Privacy:
         """The run event that a view shows: what is spent, what is left, and ε after the next update.
@@ -342,8 +350,9 @@ class ZcdpMonitor(_Monitor):
 
 
 def _alike(event: Event, other: Event) -> bool:
-    """Whether two events differ in their place alone."""
-    return event is other or replace(event, step=0, count=1) == replace(other, step=0, count=1)
+    """Whether two events cost the same: z is relative to the clip bound, so that bound does not matter."""
+    first, second = (replace(each, step=0, count=1, clip=None) for each in (event, other))
+    return event is other or first == second
 
 
 def _first(ahead: Sequence[Event], count: int) -> list[Event]:

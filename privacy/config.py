@@ -10,21 +10,28 @@ from pydantic import Field
 from mycelia.engine.config import Named, Strict
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy import clip as clips
-from mycelia.privacy.clip import ClipFunction
+from mycelia.privacy import factorisation as factorisations
+from mycelia.privacy.clip import ClipFunction, PerLayer, QuantileClip
+from mycelia.privacy.factorisation import Strategy
 from mycelia.privacy.noise.base import Mechanism
 from mycelia.privacy.noise.discrete_gaussian import DiscreteGaussian
 from mycelia.privacy.noise.gaussian import Gaussian
 
-__all__ = ["PrivacyConfig"]
+__all__ = ["CommonPrivacy", "ParticipationConfig", "PrivacyConfig"]
 
 
-class PrivacyConfig(Strict):
-    """A budget, and how it is kept."""
+class ParticipationConfig(Strict):
+    """How often a client takes part, where ε depends on that and not on a secret draw."""
 
-    unavailable: ClassVar[frozenset[str]] = frozenset({"sampler", "schedule", "physical"})
+    separation: Annotated[int, Field(ge=0)] = 0
+    """Least number of rounds from one of its rounds to the next; 0: chosen for the population."""
+    uses: Annotated[int, Field(ge=0)] = 0
+    """Most rounds that it takes part in; 0: as many as there are."""
 
-    unit: Literal["example", "client"]
-    """Whom ε protects."""
+
+class CommonPrivacy(Strict):
+    """A budget, and how it is kept: what training in one place and federations have in common."""
+
     epsilon: Annotated[float, Field(gt=0)]
     """The most that may be spent."""
     delta: Annotated[float, Field(gt=0, lt=1)]
@@ -32,36 +39,77 @@ class PrivacyConfig(Strict):
     clip: Named
     """The clip function and its bound, e.g. { name = "abadi", bound = 1.0 }."""
     noise_multiplier: Annotated[float, Field(gt=0)] | None = None
-    """z, relative to the clip bound; left out: the smallest that the budget allows over all rounds."""
+    """z, relative to the clip bound; left out: the least that the budget allows over all planned updates."""
+    factorisation: Named | None = None
+    """Noise that is correlated over the updates (DP-FTRL), e.g. { name = "blt", buffers = 4 }."""
     mechanism: Literal["gaussian", "discrete-gaussian"] | None = None
     """The noise; left out: gaussian with a seeded source, discrete-gaussian with the system's."""
     noise_source: Literal["seeded", "os"] = "seeded"
     """Seeded noise is reproducible and not for release."""
 
     def conflicts(self) -> Iterable[tuple[str, str]]:
-        """A clip function that is unknown, or that this unit cannot have."""
-        try:
-            self.clip_function()
-        except ConfigError as error:
-            yield "clip", "; ".join(filter(None, (error.found, error.rule, error.fix)))
+        """Names and options that are unknown, and settings that rule each other out."""
+        for key, build in (("clip", self.clip_function), ("factorisation", self.strategy)):
+            try:
+                build()
+            except ConfigError as error:
+                yield key, "; ".join(filter(None, (error.found, error.rule, error.fix)))
+                return
+        if self.factorisation is not None and isinstance(self.clip_function(), QuantileClip):
+            yield "clip", "correlated noise has one size for the whole run; use a fixed bound such as abadi"
+        if self.factorisation is not None and self.mechanism == "discrete-gaussian":
+            yield "mechanism", "correlated noise is drawn in floating point; use gaussian, or leave it out"
 
-    def clip_function(self) -> ClipFunction:
+    def clip_function(self) -> ClipFunction | PerLayer | QuantileClip:
         """The clip function.
 
         Raises:
-            ConfigError: it is unknown, or needs more than a norm.
+            ConfigError: it is unknown, or an option is.
         """
-        found = clips.build(self.clip.name, **self.clip.options)
-        if not isinstance(found, ClipFunction):
-            raise ConfigError(
-                f"the clip function {self.clip.name}",
-                rule="a [privacy] block has one fixed bound in this version",
-                fix="use abadi, auto-s, psac or indicator",
-                who="clip",
-            )
-        return found
+        return clips.build(self.clip.name, **self.clip.options)
+
+    def strategy(self) -> Strategy | None:
+        """The factorisation, not yet fitted; None without one.
+
+        Raises:
+            ConfigError: it is unknown, or an option is.
+        """
+        if self.factorisation is None:
+            return None
+        return factorisations.build(self.factorisation.name, **self.factorisation.options)
 
     def noise(self) -> Mechanism:
-        """The mechanism."""
+        """The mechanism of noise that is drawn for every release by itself."""
         chosen = self.mechanism or ("discrete-gaussian" if self.noise_source == "os" else "gaussian")
         return DiscreteGaussian() if chosen == "discrete-gaussian" else Gaussian()
+
+
+class PrivacyConfig(CommonPrivacy):
+    """The `[privacy]` block of a federation."""
+
+    unavailable: ClassVar[frozenset[str]] = frozenset({"sampler", "schedule", "physical"})
+
+    unit: Literal["example", "client"]
+    """Whom ε protects."""
+    model: Literal["central", "local"] = "central"
+    """Who adds the noise that protects a client: the server to the sum, or each client to what it sends."""
+    participation: ParticipationConfig = ParticipationConfig()
+    """Limits on the rounds of a client, for correlated noise and for budgets that each client has."""
+    sampling_rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Unit "example" in a federation: share of its examples that a client draws in a step, public and the
+    same for all; left out: local.batch_size over the mean number of examples of a client."""
+
+    def conflicts(self) -> Iterable[tuple[str, str]]:
+        """Settings that rule each other out."""
+        found = list(super().conflicts())
+        yield from found
+        if found:
+            return
+        if self.model == "local" and self.unit != "client":
+            yield "model", 'local noise protects clients; set unit = "client"'
+        if self.model == "local" and self.factorisation is not None:
+            yield "factorisation", "the server adds correlated noise; leave it out with local noise"
+        if self.model == "local" and isinstance(self.clip_function(), QuantileClip):
+            yield "clip", "a quantile needs noise of the server; use a fixed bound with local noise"
+        if self.sampling_rate is not None and self.unit != "example":
+            yield "sampling_rate", "a client draws examples only where they are the unit; leave it out"

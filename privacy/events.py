@@ -39,8 +39,9 @@ class Event:
         population: public number of examples, where the sampler needs it; else 0.
         period: steps in which an example takes part at most once ("shuffle", "cyclic-poisson", "min-sep").
         uses: most steps that an example takes part in ("min-sep"); 0 for no limit.
-        sensitivity: what one example's steps together move the released matrix by, in units of C
-            ("min-sep" with a factorisation); 0 where every step has its own noise.
+        sensitivity: of a factorisation, in units of C: what one example's steps together move the released
+            matrix by ("min-sep"), or one of its steps alone ("cyclic-poisson"); 0 where every step has its
+            own noise.
         orders: Rényi orders of a curve, above 1.
         values: Rényi divergence at each order, for one update.
         origin: the ledger that the event was merged from; empty for the ledger's own.

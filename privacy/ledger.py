@@ -63,7 +63,8 @@ class Ledger:
         self.steps = 0
         self._file = -1
         self._events: list[Event] = []
-        self._releases: dict[int, str] = {}
+        self._heuristics: list[str] = []
+        self._releases: dict[tuple[str, int], str] = {}  # fingerprint by stream and step
         self._head = Head(0, "")
         self._lines: list[str] = []
         self._add_line(dict(header))
@@ -77,8 +78,7 @@ class Ledger:
             MyceliaError: it cannot be written.
         """
         ledger = cls(noise_source)
-        ledger.save(path)
-        ledger._open(path)
+        ledger.keep(path)
         return ledger
 
     @classmethod
@@ -141,13 +141,18 @@ class Ledger:
         """The last event, with its neighbours."""
         return self._events[-1] if self._events else None
 
+    @property
+    def heuristics(self) -> tuple[str, ...]:
+        """What else the run did to look private; none of it has an ε."""
+        return tuple(self._heuristics)
+
     def __len__(self) -> int:
         return len(self._events)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self._events)
 
-    def record(self, event: Event, release: str = "") -> bool:
+    def record(self, event: Event, release: str = "", stream: str = "") -> bool:
         """Write an event down; call it before the release.
 
         A step that is done again with the same streams and the same inputs releases the same numbers, and
@@ -157,24 +162,60 @@ class Ledger:
             event: what is about to be released.
             release: what the released numbers depend on besides the event, such as a hash of the stream's
                 name and the parameters; empty when that is not known.
+            stream: public name of the secret that noise and draw come from. Under one name a step can be
+                released again with the same inputs alone: two sums with one noise tell their difference.
 
         Returns:
             Whether it counts.
 
         Raises:
+            DataError: the step was released from this stream with other inputs; it must not be again.
             MyceliaError: it cannot be written; the release must not happen.
         """
-        print_ = _fingerprint(event, release) if release else ""
-        if print_ and self._releases.get(event.step) == print_:
+        if self.holds(event, release, stream):
             return False
+        if stream and self.released(stream, event.step):
+            raise DataError(
+                f"step {event.step} was released before, from the same noise and with other inputs",
+                rule="a noise is used once: two sums with the same noise tell their difference",
+                fix="go on with the data, model and settings of before, or with a new NoiseSource",
+                who="ledger",
+            )
+        print_ = _fingerprint(event, release) if release else ""
         line: dict[str, Any]
         again = event.count == 1 and self.last is not None and event.continues(self.last)
         line = {"again": 1} if again else event.to_json()
-        if print_:
-            line["release"] = print_
+        line |= {name: text for name, text in (("release", print_), ("stream", stream)) if text}
         self._write(line)
-        self._append(event, print_)
+        self._append(event, print_, stream)
         return True
+
+    def holds(self, event: Event, release: str, stream: str = "") -> bool:
+        """Whether this very release is in it, so that doing it again tells nothing new; see `record`."""
+        return bool(release) and self._releases.get((stream, event.step)) == _fingerprint(event, release)
+
+    def released(self, stream: str, step: int) -> bool:
+        """Whether a step was released from a stream."""
+        return (stream, step) in self._releases
+
+    def follows(self, head: Head) -> bool:
+        """Whether its chain passes through a head."""
+        if not 1 <= head.lines <= len(self._lines):
+            return False
+        return self._lines[head.lines - 1].endswith(f'"hash":"{head.hash}"}}')
+
+    def note(self, heuristic: str) -> None:
+        """Write down that the run also used something that has no ε, once.
+
+        Args:
+            heuristic: what, as reports name it.
+
+        Raises:
+            MyceliaError: it cannot be written.
+        """
+        if heuristic not in self._heuristics:
+            self._write({"heuristic": heuristic})
+            self._heuristics.append(heuristic)
 
     def merge(self, other: Ledger) -> None:
         """Add the releases of another ledger over the same data, such as an earlier run's.
@@ -193,6 +234,8 @@ class Ledger:
             )
         for event in coming:
             self.record(event)
+        for heuristic in other.heuristics:
+            self.note(heuristic)
 
     def select(self, candidate: Iterable[Event], mean: float, shape: float = 1.0) -> Event:
         """Record a choice of hyperparameters: the best of a random number of runs, and no other, is released.
@@ -246,19 +289,65 @@ class Ledger:
             accountant: "auto", "pld" or "rdp".
 
         Raises:
-            ConfigError: relations or units are mixed (see `statements`), or there is no bound.
+            ConfigError: relations or units are mixed (see `statements`), there is no bound, or the run has
+                nothing but heuristics.
         """
-        return state(self._events, delta, accountant=accountant, noise_source=self.noise_source)
+        if self._heuristics and not self._events:
+            raise ConfigError(
+                f"nothing but {', '.join(self._heuristics)}",
+                rule="a heuristic has no ε",
+                fix="train with noise and clipping (mycelia.privacy.attach), or measure an attack",
+                who="ledger",
+            )
+        return self._stated(self._events, delta, accountant)
 
     def statements(self, delta: float, accountant: str = "auto") -> list[Statement]:
         """One statement for each relation and unit."""
         groups: dict[tuple[str, str, int], list[Event]] = {}
         for event in self._events:
             groups.setdefault((event.relation, event.unit, event.max_examples), []).append(event)
-        return [
-            state(events, delta, accountant=accountant, noise_source=self.noise_source)
-            for events in groups.values()
-        ]
+        return [self._stated(events, delta, accountant) for events in groups.values()]
+
+    def _stated(self, events: Sequence[Event], delta: float, accountant: str) -> Statement:
+        found = state(events, delta, accountant=accountant, noise_source=self.noise_source)
+        beside = tuple(f"{name} adds nothing to it" for name in self._heuristics)
+        return replace(found, assumptions=(*found.assumptions, *beside))
+
+    def name_source(self, note: str) -> None:
+        """Say where noise and draws come from, in an empty ledger that was made without.
+
+        Raises:
+            ConfigError: it has releases or a file already.
+        """
+        self._check_fresh()
+        self._start({"v": _VERSION, "ledger": self.id, "noise_source": note})
+
+    def resume(self, path: Path, head: Head | None = None, *, write: bool = False) -> None:
+        """`load` into this empty ledger, so that the budgets and monitors that are over it go on as well.
+
+        Args:
+            path: see `load`.
+            head: see `load`.
+            write: see `load`.
+
+        Raises:
+            ConfigError: it has releases or a file already.
+            DataError: see `load`.
+        """
+        self._check_fresh()
+        vars(self).update(vars(type(self).load(path, head, write=write)))
+
+    def keep(self, path: Path) -> None:
+        """Write all of it to a new file, and every event from now on.
+
+        Raises:
+            ConfigError: the file exists, or the ledger has a file already.
+            MyceliaError: it cannot be written.
+        """
+        if self.path is not None:
+            raise ConfigError(f"it is kept in {self.path}", rule="a ledger has one file", who="ledger")
+        self.save(path)
+        self._open(path)
 
     def save(self, path: Path) -> None:
         """Write the whole ledger to a new file, in one piece.
@@ -293,6 +382,15 @@ class Ledger:
             os.close(self._file)
             self._file = -1
 
+    def _check_fresh(self) -> None:
+        if self._events or self._heuristics or self.path is not None:
+            raise ConfigError(
+                f"it has {self.steps} updates" + (f" and is kept in {self.path}" if self.path else ""),
+                rule="a ledger is never replaced",
+                fix="begin with an empty one, or go on with Ledger.load(path, write=True)",
+                who="ledger",
+            )
+
     def _open(self, path: Path) -> None:
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -300,11 +398,11 @@ class Ledger:
             raise _unwritable(path, error) from error
         self.path = path
 
-    def _append(self, event: Event, print_: str) -> None:
+    def _append(self, event: Event, print_: str, stream: str) -> None:
         """Take an event in, joined to the last one where it continues that."""
         self.steps += event.count
-        if print_:
-            self._releases[event.step] = print_
+        if print_ or stream:
+            self._releases[stream, event.step] = print_
         last = self.last
         if last is not None and event.continues(last):
             self._events[-1] = replace(last, count=last.count + event.count)
@@ -313,16 +411,19 @@ class Ledger:
 
     def _take(self, path: Path, number: int, values: Mapping[str, Any]) -> None:
         """Take in what a line says."""
-        given = {name: value for name, value in values.items() if name != "release"}
-        print_ = str(values.get("release", ""))
+        given = {name: value for name, value in values.items() if name not in ("release", "stream")}
+        print_, stream = str(values.get("release", "")), str(values.get("stream", ""))
+        if "heuristic" in given:
+            self._heuristics.append(str(given["heuristic"]))
+            return
         if "again" in given:
             last = self.last
             if last is None or given != {"again": 1}:
                 raise _broken(path, f"line {number} goes on with nothing")
-            self._append(replace(last, step=last.step + last.count, count=1), print_)
+            self._append(replace(last, step=last.step + last.count, count=1), print_, stream)
             return
         try:
-            self._append(Event.from_json(given), print_)
+            self._append(Event.from_json(given), print_, stream)
         except MyceliaError as error:
             raise _broken(path, f"line {number}: {error.found}") from error
 

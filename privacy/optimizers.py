@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,16 @@ from mycelia.engine.types import Tensors
 from mycelia.privacy.noise.base import Mechanism
 from mycelia.privacy.noise.source import NoiseSource
 
-__all__ = ["PrivateUpdate", "dp_adam", "dp_adam_bc", "dp_adamw", "dp_sgd", "privatise"]
+__all__ = [
+    "NoiseAware",
+    "PrivateUpdate",
+    "adam_bc",
+    "dp_adam",
+    "dp_adam_bc",
+    "dp_adamw",
+    "dp_sgd",
+    "privatise",
+]
 
 Std = float | Callable[[int], float]
 
@@ -84,22 +92,16 @@ class PrivateUpdate:
             for name, value in total.items()
         }
 
-    def variance(self, step: int, decay: float) -> float:
-        """Noise in a bias-corrected moving average of squared gradients after update `step`.
 
-        A constant σ gives (σ / B)²; under a schedule each step's own variance decays like the average does.
+@dataclass(frozen=True)
+class NoiseAware(Optimizer):
+    """An optimiser that has to know the noise in each gradient; its own `update` refuses, not knowing it.
 
-        Args:
-            step: the newest update, from 0.
-            decay: of the average, in [0, 1).
-        """
-        if not callable(self.std):
-            return (self.std_at(0) / self.expected_batch) ** 2
-        span = step + 1 if decay == 0 else min(step + 1, math.ceil(math.log(1e-17) / math.log(decay)) + 1)
-        ages = np.arange(span)
-        variances = np.array([self.std_at(step - int(age)) ** 2 for age in ages])
-        share = (1 - decay) * decay**ages / (1 - decay ** (step + 1))
-        return float((share * variances).sum()) / self.expected_batch**2
+    Attributes:
+        knowing: the optimiser for one update, from the variance of the noise in its gradient.
+    """
+
+    knowing: Callable[[float], Optimizer]
 
 
 def privatise(optimizer: Optimizer, noise: PrivateUpdate) -> Optimizer:
@@ -110,11 +112,18 @@ def privatise(optimizer: Optimizer, noise: PrivateUpdate) -> Optimizer:
         noise: how a sum becomes a private mean.
     """
 
+    def at(step: int) -> Optimizer:
+        if isinstance(optimizer, NoiseAware):
+            return optimizer.knowing((noise.std_at(step) / noise.expected_batch) ** 2)
+        return optimizer
+
     def update(total: Tensors, state: State, params: Tensors) -> tuple[Tensors, State]:
-        return optimizer.update(noise.mean(total, _step(state)), state, params)
+        step = _step(state)
+        return at(step).update(noise.mean(total, step), state, params)
 
     def update_(total: Tensors, state: State, params: Tensors) -> tuple[Tensors, State]:
-        return optimizer.update_(noise.mean(total, _step(state)), state, params)
+        step = _step(state)
+        return at(step).update_(noise.mean(total, step), state, params)
 
     return Optimizer(f"dp-{optimizer.name}", optimizer.init, update, update_)
 
@@ -158,13 +167,29 @@ def dp_adam_bc(
     betas: Sequence[float] = (0.9, 0.999),
     floor: float = 5e-8,
 ) -> Optimizer:
-    """Adam whose second moment is freed of the noise's own (Tang et al., AAAI 2024, algorithm 1).
-
-    The noise adds (σ/B)² to the expectation of a squared mean gradient, so
-    w <- w - lr m̂ / sqrt(max(v̂ - (σ/B)², floor)).
+    """`adam_bc` on private means.
 
     Args:
         noise: how a sum becomes a private mean.
+        lr: rate, at least 0, or a schedule.
+        betas: see `adam_bc`.
+        floor: see `adam_bc`.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    return privatise(adam_bc(lr, betas, floor), noise)
+
+
+def adam_bc(
+    lr: float | Schedule = 1e-3, betas: Sequence[float] = (0.9, 0.999), floor: float = 5e-8
+) -> NoiseAware:
+    """Adam whose second moment is freed of the noise's own (Tang et al., AAAI 2024, algorithm 1).
+
+    Independent noise adds its variance s² to the expectation of a squared mean gradient, so
+    v <- beta2 v + (1 - beta2) (g² - s²) and w <- w - lr m̂ / sqrt(max(v̂, floor)), with the s of each update.
+
+    Args:
         lr: rate, at least 0, or a schedule.
         betas: decay of m and of v, each in [0, 1).
         floor: smallest second moment, above 0; it bounds the step where noise is all there is.
@@ -173,26 +198,36 @@ def dp_adam_bc(
         ConfigError: a value out of range.
     """
     if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ConfigError(f"betas is {betas!r}", rule="betas is a pair of numbers", who="dp_adam_bc")
+        raise ConfigError(f"betas is {betas!r}", rule="betas is a pair of numbers", who="adam-bc")
     for index in (0, 1):
-        check_number("dp_adam_bc", f"betas[{index}]", betas[index], below=1)
-    if not 0 < floor < math.inf:
-        raise ConfigError(f"floor is {floor}", rule="positive and finite", who="dp_adam_bc")
+        check_number("adam-bc", f"betas[{index}]", betas[index], below=1)
+    check_number("adam-bc", "floor", floor, low=torch.finfo(torch.float32).tiny)
 
-    def rule(count: Tensor) -> Kernel:
-        bias = noise.variance(int(count) - 1, betas[1])
-        first, second = 1 - betas[0] ** count, 1 - betas[1] ** count
+    def knowing(variance: float) -> Optimizer:
+        def rule(count: Tensor) -> Kernel:
+            first, second = 1 - betas[0] ** count, 1 - betas[1] ** count
 
-        def kernel(grad: Tensor, param: Tensor, slots: Tensors, into: Tensors) -> tuple[Tensor, Tensors]:
-            del param
-            m = torch.lerp(slots["m"], grad, 1 - betas[0], out=into.get("m"))
-            decayed = torch.mul(slots["v"], betas[1], out=into.get("v"))
-            v = torch.addcmul(decayed, grad, grad, value=1 - betas[1], out=into.get("v"))
-            return m / first / (v / second - bias).clamp(min=floor).sqrt(), {"m": m, "v": v}
+            def kernel(grad: Tensor, param: Tensor, slots: Tensors, into: Tensors) -> tuple[Tensor, Tensors]:
+                del param
+                m = torch.lerp(slots["m"], grad, 1 - betas[0], out=into.get("m"))
+                decayed = torch.mul(slots["v"], betas[1], out=into.get("v"))
+                squared = torch.addcmul(decayed, grad, grad, value=1 - betas[1], out=into.get("v"))
+                v = torch.sub(squared, (1 - betas[1]) * variance, out=into.get("v"))
+                return m / first / (v / second).clamp(min=floor).sqrt(), {"m": m, "v": v}
 
-        return kernel
+            return kernel
 
-    return privatise(from_rule("adam-bc", lr, {"m": 0.0, "v": 0.0}, rule), noise)
+        return from_rule("adam-bc", lr, {"m": 0.0, "v": 0.0}, rule)
+
+    def unknown(*_: object) -> tuple[Tensors, State]:
+        raise ConfigError(
+            "an update without known noise",
+            rule="each update is told the variance of the noise in its gradient",
+            fix="use it where gradients are private, or adam",
+            who="adam-bc",
+        )
+
+    return NoiseAware("adam-bc", knowing(0.0).init, unknown, unknown, knowing)
 
 
 def _step(state: State) -> int:

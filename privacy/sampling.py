@@ -402,6 +402,7 @@ class CyclicPoisson(_Sampler):
     Attributes:
         rate: q over all steps, in [0, 1 / bands].
         bands: b, at least 1.
+        sensitivity: of a factorisation to one step of an example, in units of the clip bound; 0 without one.
         physical: examples in a part; None for one that nearly always holds the whole draw.
     """
 
@@ -411,6 +412,7 @@ class CyclicPoisson(_Sampler):
 
     rate: float
     bands: int
+    sensitivity: float = 0.0
     physical: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -438,7 +440,7 @@ class CyclicPoisson(_Sampler):
             yield from _parts(active[coins], size, step)
 
     def _numbers(self) -> dict[str, Any]:
-        return {"sampling_rate": self.rate, "period": self.bands}
+        return {"sampling_rate": self.rate, "period": self.bands, "sensitivity": float(self.sensitivity)}
 
 
 @dataclass(frozen=True)
@@ -520,12 +522,22 @@ class Participation:
         admitted = []
         for given in ids:
             who = int(given)
-            early = who in self.last and step < self.last[who] + self.sampler.separation
-            if early or self.used.get(who, 0) >= self.sampler.uses:
-                continue
-            self.last[who], self.used[who] = step, self.used.get(who, 0) + 1
-            admitted.append(who)
+            if not self._bars(who, step):
+                self.note(who, step)
+                admitted.append(who)
         return admitted
+
+    def barred(self, step: int) -> NDArray[np.int64]:
+        """Those that may not take part in `step`, sorted."""
+        return np.array(sorted(who for who in self.last if self._bars(who, step)), dtype=np.int64)
+
+    def note(self, who: int, step: int) -> None:
+        """Someone takes part in `step`."""
+        self.last[who], self.used[who] = step, self.used.get(who, 0) + 1
+
+    def _bars(self, who: int, step: int) -> bool:
+        early = who in self.last and step < self.last[who] + self.sampler.separation
+        return early or self.used.get(who, 0) >= self.sampler.uses
 
 
 @dataclass(frozen=True)

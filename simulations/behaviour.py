@@ -31,7 +31,8 @@ class Dropout(Strict):
     """Devices that vanish: an exact share of each cohort (a bare number), or a rate for each phase."""
 
     share: Share = 0.0
-    """round(share × cohort) of those asked, half up, spread evenly over the three phases."""
+    """round(share × cohort) of those asked, half up, spread evenly over the three phases. In a run whose ε is
+    about who is in a cohort, by each one's own coin instead."""
     configure: Share = 0.0
     train: Share = 0.0
     upload: Share = 0.0
@@ -145,6 +146,15 @@ class Behaviour(Strict):
             or self.network.up_mbit
             or self.network.latency_s
         )
+
+    def independent(self) -> Behaviour:
+        """The same with a drop-out by each device's own coin, so that none decides over another."""
+        third = self.dropout.share / 3
+        if not third:
+            return self
+        upload = min(1.0, third / (1 - 2 * third))
+        rates = Dropout(configure=third, train=third / (1 - third), upload=upload)
+        return self.model_copy(update={"dropout": rates})
 
     def available(
         self, seed: int, clients: np.ndarray[Any, Any], *, round: int, now_s: float = 0.0

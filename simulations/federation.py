@@ -15,13 +15,16 @@ import torch
 from mycelia.aggregator.config import RoundConfig
 from mycelia.aggregator.effects import Abort, Configure, Effect, Evaluate, Finish, Merge, Outcome, Phase
 from mycelia.aggregator.rounds import Round, candidates_for
-from mycelia.aggregator.selectors import Selector
+from mycelia.aggregator.selectors import Ids, Selector
 from mycelia.aggregator.updates import Expected, UpdateMeta
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
 from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.engine.plugins import user_code
 from mycelia.engine.program import Program
+from mycelia.engine.sums import Total
+from mycelia.engine.types import Tensors
 from mycelia.privacy.pipeline import Pipeline
+from mycelia.privacy.sampling import Participation
 from mycelia.simulations.backends import Backend, Failure
 from mycelia.simulations.behaviour import Behaviour
 from mycelia.simulations.partition import Partition
@@ -104,10 +107,18 @@ class Federation:
         seed: root seed.
         max_weight: cap on a client's weight.
         steps: local steps of a client with this many examples.
-        max_examples: most examples a client may report in a round.
         progress: called with (clients done, clients asked) while a cohort trains.
-        pipeline: what the server does to the sum before it is merged.
-        release: called with the round's number before anything of its sum is published.
+        pipeline: what clients do to their updates, and the server to the sum before it is merged.
+        participation: who took part when, where that decides who may be asked; None: anybody may.
+        selection_seed: seed of the cohorts' draws, where that is another than the root seed.
+        release: called with the round's number, its sum and `public`, before the sum is noised and published.
+
+    Attributes:
+        state: the server's model and what belongs to it.
+        public: what the pipeline's server halves keep from round to round.
+        now_s: the simulated clock.
+        carried: those whose update the next round takes.
+        previous: the message that those were sent.
     """
 
     def __init__(
@@ -126,13 +137,18 @@ class Federation:
         steps: Callable[[int], int],
         progress: Callable[[int, int], None] = lambda done, asked: None,
         pipeline: Pipeline = Pipeline(),  # noqa: B008 - frozen and empty
-        release: Callable[[int], None] = lambda round: None,
+        participation: Participation | None = None,
+        selection_seed: int | None = None,
+        release: Callable[[int, Total, Tensors], None] | None = None,
     ) -> None:
         self.program, self.algorithm, self.backend = program, algorithm, backend
         self.partition, self.selector, self.behaviour = partition, selector, behaviour
         self.config, self.cohort, self.seed = config, cohort, seed
         self.max_weight, self.progress = max_weight, progress
         self.pipeline, self._release = pipeline, release
+        self.participation = participation
+        self.public: Tensors = pipeline.begin()
+        self._selection_seed = seed if selection_seed is None else selection_seed
         self.state: ServerState = algorithm.start(program)
         self.now_s = 0.0
         self.carried: dict[int, Straggler] = {}
@@ -140,12 +156,14 @@ class Federation:
         self._steps = steps
         self._sizes = partition.sizes()
         self.bytes_down = _bytes(self.message(0))
-        self.bytes_up = 4 * sum(spec.size for spec in algorithm.terms(program).values())
+        specs = [*algorithm.terms(program).values(), *pipeline.terms().values()]
+        self.bytes_up = 4 * sum(spec.size for spec in specs)
 
     def message(self, round: int) -> Message:
         """What the server sends in this round."""
         state = self.state
-        return Message(state.vector, state.buffers, self.algorithm.message_extra(state), round)
+        extra = {**self.algorithm.message_extra(state), **self.public}
+        return Message(state.vector, state.buffers, extra, round)
 
     def run_round(self, number: int, *, evaluate: Callable[[], None] | None = None) -> RoundReport:
         """One round; the state moves only when it succeeds.
@@ -215,18 +233,34 @@ class Federation:
     def _select(self, number: int) -> tuple[list[int], int]:
         """The candidates and how many updates are wanted."""
         reachable = None if self.behaviour.ideal else self._reachable(number)
-        wanted = candidates_for(self.cohort, self.config) if self.selector.fixed_size else self.cohort
+        barred = self._barred(number)
+        everybody = range(self.partition.clients)
+        ids: Ids = np.delete(np.arange(len(everybody)), barred) if len(barred) else everybody
+        fixed = self.selector.fixed_size
+        wanted = candidates_for(self.cohort, self.config) if fixed else min(self.cohort, len(ids))
         with user_code("selector"):
             drawn = self.selector.select(
-                range(self.partition.clients),
+                ids,
                 wanted,
                 round=number,
-                seed=self.seed,
-                weights=self._sizes,
+                seed=self._selection_seed,
+                weights=np.delete(self._sizes, barred),
                 available=reachable,
             )
-        candidates = _checked(drawn, self.partition.clients, wanted if self.selector.fixed_size else None)
-        return candidates, self.cohort if self.selector.fixed_size else len(candidates)
+        candidates = _checked(drawn, len(everybody), wanted if fixed else None)
+        if len(wrong := np.intersect1d(candidates, barred)):
+            raise ConfigError(
+                f"the selector returned client {int(wrong[0])}, which took part too lately or too often",
+                rule="it draws from the ids that it is given",
+                who="selector",
+            )
+        return candidates, self.cohort if fixed else len(candidates)
+
+    def _barred(self, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Those that may not be asked."""
+        if self.participation is None:
+            return np.empty(0, dtype=np.int64)
+        return self.participation.barred(number)
 
     def _reachable(self, number: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
         return lambda ids: self.behaviour.available(self.seed, ids, round=number, now_s=self.now_s)
@@ -304,6 +338,10 @@ class Federation:
                 collected.failures.pop(pair[0], None)
             for failure in outcomes.failures:
                 collected.failures[pairs[failure.position][0]] = failure
+            if self.participation is not None:
+                for position, (client, _) in enumerate(pairs):
+                    if outcomes.table[position, 0]:
+                        self.participation.note(client, number)
 
     def _known_until(
         self, round: Round, ahead: list[tuple[float, int, int, int, int, int]], collected: _Collected
@@ -352,9 +390,11 @@ class Federation:
                 rule="every accepted update is in the sum, and no other",
                 who="merge",
             )
-        if self.pipeline.stages:
-            self._release(number)
-            total = self.pipeline.server(total, number)
+        public = self.public
+        if self.pipeline.serves:
+            if self._release is not None:
+                self._release(number, total, public)
+            total, public = self.pipeline.server(total, public, number)
         elif total.count == 0:
             return round.merged(self.now_s)
         if not all(weight > 0 for weight in total.weights.values()):
@@ -371,7 +411,7 @@ class Federation:
             return round.merge_failed(
                 f"{name} of the merged model holds NaN or infinity; lower the learning rates", self.now_s
             )
-        self.state = state
+        self.state, self.public = state, public
         return round.merged(self.now_s)
 
 

@@ -19,6 +19,7 @@ from mycelia.aggregator.selectors import Selector
 from mycelia.engine.algorithms import Algorithm
 from mycelia.engine.algorithms import build as build_algorithm
 from mycelia.engine.data import Dataset, load
+from mycelia.engine.errors import ConfigError
 from mycelia.engine.local import LocalWork
 from mycelia.engine.plugins import user_code
 from mycelia.engine.program import Program
@@ -31,12 +32,15 @@ from mycelia.engine.transforms.compile import (
     package_of,
     tune,
 )
+from mycelia.privacy.client_steps import PrivateSteps
 from mycelia.privacy.pipeline import Pipeline
 from mycelia.simulations.backends import Backend, Inline, Task, Workers
 from mycelia.simulations.backends.shared import shared_folder
+from mycelia.simulations.behaviour import Behaviour
 from mycelia.simulations.dealing import pool
+from mycelia.simulations.guard import Guard
 from mycelia.simulations.partition import Partition
-from mycelia.simulations.private import PrivatePlan, plan_privacy
+from mycelia.simulations.private import ClientPlan, ServerPlan, plan_privacy
 from mycelia.simulations.recipe import Recipe
 from mycelia.simulations.scenario import Scenario
 
@@ -64,6 +68,7 @@ class Prepared:
         package: the compiled step of a full batch, None for the other plans.
         form: format of the exact sum.
         privacy: what the `[privacy]` block comes to, None without one.
+        behaviour: how devices behave.
     """
 
     scenario: Scenario
@@ -79,7 +84,8 @@ class Prepared:
     batch_shape: tuple[int, ...] | None
     package: Path | None
     form: SumFormat
-    privacy: PrivatePlan | None
+    privacy: ServerPlan | ClientPlan | None
+    behaviour: Behaviour
 
 
 def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
@@ -110,18 +116,21 @@ def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
     with user_code(f"model {scenario.model.name}"):
         program = recipe()
     sizes = partition.sizes()
+    privacy = plan_privacy(
+        scenario, algorithm, program, work,
+        cohort=cohort, clients=partition.clients, examples=int(sizes.sum()),
+    )  # fmt: skip
+    if isinstance(privacy, ClientPlan):
+        work = privacy.work(work)
     fixed = work.batch_size if 0 < work.batch_size <= int(sizes.max()) else 0
     batch = example_batch(dataset.train.inputs, dataset.train.targets, fixed)
     steps = scenario.rounds * cohort * work.step_count(int(np.median(sizes)))
-    plan, package = _plan(recorded_plan, scenario.plan, steps, program, algorithm, work, batch)
+    if scenario.privacy is not None and scenario.privacy.unit == "example":
+        plan, package = _uncompiled(scenario.plan), None
+    else:
+        plan, package = _plan(recorded_plan, scenario.plan, steps, program, algorithm, work, batch)
     selector = selectors.build(scenario.selector.name, **scenario.selector.options)
     max_weight = _max_weight(scenario, sizes)
-    privacy = None
-    if scenario.privacy is not None:
-        privacy = plan_privacy(
-            scenario.privacy, algorithm, selector=scenario.selector.name, cohort=cohort,
-            clients=partition.clients, rounds=scenario.rounds,
-        )  # fmt: skip
     return Prepared(
         scenario=scenario,
         dataset=dataset,
@@ -136,21 +145,29 @@ def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
         batch_shape=None if batch is None else tuple(batch[0].shape),
         package=package,
         form=SumFormat.plan(
-            _terms(scenario, algorithm, program), max_weight,
+            _terms(scenario, algorithm, program, privacy), max_weight,
             _most_updates(scenario, selector, cohort, partition.clients),
         ),
         privacy=privacy,
+        behaviour=_behaviour(scenario, privacy),
     )  # fmt: skip
 
 
 @contextmanager
-def open_backend(prepared: Prepared, run_path: Path) -> Iterator[Backend]:
-    """The processes that train, and the arrays they share, for as long as the context lasts."""
+def open_backend(prepared: Prepared, run_path: Path, guard: Guard | None = None) -> Iterator[Backend]:
+    """The processes that train, and the arrays they share, for as long as the context lasts.
+
+    Args:
+        prepared: the scenario's parts.
+        run_path: the run folder.
+        guard: says what clients do for privacy; None: the run is not private.
+    """
     scenario, dataset, partition = prepared.scenario, prepared.dataset, prepared.partition
     program, algorithm = prepared.program, prepared.algorithm
     most = _most_updates(scenario, prepared.selector, prepared.cohort, partition.clients)
     arrays = (dataset.train.inputs, dataset.train.targets, dataset.test.inputs, dataset.test.targets)
     folder = shared_folder(sum(array.nbytes for array in arrays), run_path)
+    pipeline = Pipeline() if guard is None else guard.pipeline
     try:
         dataset.train.save(folder / "train")
         dataset.test.save(folder / "test")
@@ -169,14 +186,15 @@ def open_backend(prepared: Prepared, run_path: Path) -> Iterator[Backend]:
             batch_shape=prepared.batch_shape,
             package=prepared.package,
             adder=_adder(program, algorithm) if prepared.package else None,
-            pipeline=prepared.privacy.device() if prepared.privacy else Pipeline(),
+            pipeline=pipeline.devices(),
+            steps_of=_private_steps(guard, program, folder),
         )
         if scenario.backend.name == "inline":
             backend: Backend = Inline(task)
         else:
-            extra = algorithm.message_extra(algorithm.start(program))
+            extra = {**algorithm.message_extra(algorithm.start(program)), **pipeline.begin()}
             backend = Workers(
-                task, dict(extra), workers=scenario.backend.workers, deadline_s=scenario.round.budget_s
+                task, extra, workers=scenario.backend.workers, deadline_s=scenario.round.budget_s
             )
         # every process holds its maps by now: without names, a killed run leaves nothing behind
         shutil.rmtree(folder, ignore_errors=True)
@@ -223,13 +241,46 @@ def _most_updates(scenario: Scenario, selector: Selector, cohort: int, clients: 
     return asked * 2 if scenario.round.stragglers == "next_round" else asked
 
 
-def _terms(scenario: Scenario, algorithm: Algorithm, program: Program) -> dict[str, TermSpec]:
-    """The algorithm's terms, with the configured bound on the parameters' deltas."""
+def _terms(
+    scenario: Scenario, algorithm: Algorithm, program: Program, privacy: ServerPlan | ClientPlan | None
+) -> dict[str, TermSpec]:
+    """The algorithm's terms, with the configured bound on the parameters' deltas, and what clipping adds."""
     with user_code(f"algorithm {algorithm.name}"):
         specs = dict(algorithm.terms(program))
     if "params" in specs:
         specs["params"] = replace(specs["params"], max_abs=scenario.update.max_abs)
-    return specs
+    clipping = None if privacy is None else privacy.clipping()
+    return specs if clipping is None else specs | dict(clipping.terms())
+
+
+def _behaviour(scenario: Scenario, privacy: ServerPlan | ClientPlan | None) -> Behaviour:
+    """As configured; but where ε is about being in a cohort, none decides over another's dropping out."""
+    if isinstance(privacy, ServerPlan) and privacy.sampler.relation == "add-remove":
+        return scenario.behaviour.independent()
+    return scenario.behaviour
+
+
+def _private_steps(guard: Guard | None, program: Program, folder: Path) -> PrivateSteps | None:
+    """What makes the local steps in every process, where they are private."""
+    if guard is None or guard.steps_of is None:
+        return None
+    if program.graphs is None:
+        guard.steps_of(program, None)  # it has no example in another process to be tried with
+        return guard.steps_of
+    program.save(folder / "program")
+    return replace(guard.steps_of, saved=folder / "program")
+
+
+def _uncompiled(wanted: str) -> Plan:
+    """The plan of private steps."""
+    if wanted not in ("default", "eager"):
+        raise ConfigError(
+            f"plan = {wanted!r}",
+            rule="a client's private steps run operator by operator",
+            fix="leave plan out",
+            who="plan",
+        )
+    return Plan("eager", "the local steps are private")
 
 
 def _max_weight(scenario: Scenario, sizes: npt.NDArray[Any]) -> float:

@@ -1,184 +1,404 @@
-"""How a run keeps a scenario's `[privacy]` block: stages for the update, a ledger, a budget that stops."""
+"""What a scenario's `[privacy]` block comes to: who adds how much noise, and what that is accounted as.
+
+| block | noise | what ε is about |
+|---|---|---|
+| unit "client", selector poisson or uniform | of the server, afresh each round | secret draws of cohorts |
+| unit "client", another selector or a `factorisation` | of the server, correlated (DP-FTRL) | one release |
+| unit "client", `model = "local"` | of each client, on what it sends | each client's rounds |
+| unit "example" | of each client, in its local steps (DP-SGD) | each client's steps |
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mycelia.engine.algorithms import Algorithm
-from mycelia.engine.errors import BudgetExceeded, ConfigError
-from mycelia.engine.events import Privacy
+from mycelia.aggregator.rounds import asked_for
+from mycelia.engine.algorithms import ALGORITHMS, Algorithm
+from mycelia.engine.errors import ConfigError
+from mycelia.engine.local import LocalWork
+from mycelia.engine.program import Program
 from mycelia.engine.sums import SumFormat
+from mycelia.privacy.accounting import epsilon
 from mycelia.privacy.budget import Budget
 from mycelia.privacy.calibrate import calibrate
+from mycelia.privacy.client_ledgers import FOLDER, ClientLedgers
+from mycelia.privacy.client_steps import PrivateSteps
+from mycelia.privacy.clip import ClipFunction, PerLayer, QuantileClip, Sensitivity
 from mycelia.privacy.config import PrivacyConfig
 from mycelia.privacy.events import Event
-from mycelia.privacy.federated import ClipUpdate, ServerNoise, rounding_slack
-from mycelia.privacy.ledger import FILE, Head, Ledger
+from mycelia.privacy.factorisation import BLT, CorrelatedNoise, Plan, Strategy, fitted
+from mycelia.privacy.federated import (
+    AdaptiveClip,
+    ClipUpdate,
+    FactorisedNoise,
+    LocalNoise,
+    RecordRelease,
+    ServerNoise,
+    rounding_slack,
+)
+from mycelia.privacy.noise.base import Mechanism
+from mycelia.privacy.noise.gaussian import Gaussian
 from mycelia.privacy.noise.source import NoiseSource
-from mycelia.privacy.pipeline import Pipeline
-from mycelia.privacy.sampling import FixedSize, Poisson, Sampler
+from mycelia.privacy.pipeline import Pipeline, Stage
+from mycelia.privacy.sampling import FixedSize, FullBatch, MinSep, Poisson, Sampler
+from mycelia.simulations.scenario import Scenario
 
-__all__ = ["Guard", "PrivatePlan", "plan_privacy"]
+__all__ = ["ClientPlan", "ServerPlan", "describe", "plan_privacy"]
 
-_KEY = "noise.key"
+_SPREAD = 8.0  # standard deviations of local noise that an entry of an update has room for
 
 
 @dataclass(frozen=True)
-class PrivatePlan:
-    """What a `[privacy]` block comes to for one population.
+class ServerPlan:
+    """Noise of the server: ε is about the whole run, and the same for every client.
 
     Attributes:
         config: the block.
-        sampler: how cohorts are drawn, as it is accounted.
+        clip: the clip function of an update.
+        sampler: how cohorts come about, as it is accounted.
         noise_multiplier: z, as given or as the budget allows over all rounds.
         expected: the public number the sum is divided by.
+        rounds: that are planned.
+        strategy: how the noise is correlated over the rounds; None: not at all.
     """
 
     config: PrivacyConfig
+    clip: ClipFunction | QuantileClip
     sampler: Sampler
     noise_multiplier: float
     expected: float
+    rounds: int
+    strategy: Strategy | None = None
 
-    def device(self) -> Pipeline:
+    @property
+    def limits(self) -> MinSep | None:
+        """How often a client may take part; None where a secret draw decides."""
+        return self.sampler if isinstance(self.sampler, MinSep) else None
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The noise."""
+        return Gaussian() if self.strategy is not None else self.config.noise()
+
+    def clipping(self) -> Stage:
         """What clients do to their updates."""
-        return Pipeline((ClipUpdate(self.config.clip_function()),))
+        if isinstance(self.clip, QuantileClip):
+            return AdaptiveClip(self.clip)
+        return ClipUpdate(self.clip)
 
-    def whole(self, form: SumFormat, source: NoiseSource) -> Pipeline:
+    def pipeline(self, form: SumFormat, source: NoiseSource) -> Pipeline:
         """What clients and the server do."""
-        sensitivity = rounding_slack(self.config.clip_function().sensitivity(), form)
-        noise = ServerNoise(self.config.noise(), source, self.noise_multiplier, sensitivity, self.expected)
-        return Pipeline((*self.device().stages, noise))
+        adaptive = self.clip if isinstance(self.clip, QuantileClip) else None
+        sensitivity = rounding_slack(Sensitivity(self.clip.bound), form)
+        noise: Stage
+        if self.strategy is None:
+            noise = ServerNoise(
+                self.mechanism, source, self.noise_multiplier, sensitivity, self.expected, adaptive
+            )
+        else:
+            std = self.noise_multiplier * sensitivity.total
+            noise = FactorisedNoise(CorrelatedNoise(self.strategy, self.rounds, std), source, self.expected)
+        return Pipeline((self.clipping(), noise))
 
-    def event(self, round: int) -> Event:
-        """One round as the ledger has it."""
+    def event(self, round: int, bound: float) -> Event:
+        """One round as the ledger has it, with the clip bound in force."""
         return self.sampler.events(
-            self.noise_multiplier, 1, first_step=round, unit="client",
-            clip=self.config.clip_function().bound, mechanism=self.config.noise().name,
+            self.noise_multiplier, 1, first_step=round, unit="client", clip=bound,
+            mechanism=self.mechanism.name,
         )[0]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class ClientPlan:
+    """Noise of the clients: each has an ε, a ledger and a budget of its own.
+
+    Attributes:
+        config: the block.
+        clip: the clip function, of an update or of an example's gradient.
+        sampler: `FullBatch` for updates, `Poisson` for examples.
+        noise_multiplier: z, as given or as the budget allows over all rounds of a client.
+        updates: releases of a client in a round.
+        expected_batch: the public number that a sum over examples is divided by.
+        affordable: rounds that the budget of a client pays for.
+        limits: how often a client may take part.
+    """
+
+    config: PrivacyConfig
+    clip: ClipFunction | PerLayer
+    sampler: FullBatch | Poisson
+    noise_multiplier: float
+    updates: int
+    expected_batch: float
+    affordable: int
+    limits: MinSep
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The noise."""
+        return self.config.noise()
+
+    @property
+    def event(self) -> Event:
+        """What a client releases in a round, as its ledger has it but for the step."""
+        return _event(self.config, self.sampler, self.noise_multiplier, self.updates, self.clip)
+
+    def work(self, work: LocalWork) -> LocalWork:
+        """The local work, as many steps for every client where examples are the unit."""
+        return work if self.config.unit == "client" else replace(work, epochs=1, steps=self.updates)
+
+    def clipping(self) -> Stage | None:
+        """What clients do to their updates before they noise them."""
+        if self.config.unit == "client" and isinstance(self.clip, ClipFunction):
+            return ClipUpdate(self.clip)
+        return None
+
+    def ledgers(self, folder: Path, source: NoiseSource) -> ClientLedgers:
+        """The clients' ledgers in a run folder."""
+        whose = "local, each client's own" if self.config.unit == "client" else "each client's own"
+        return ClientLedgers(folder / FOLDER, f"{whose}; {source.note}")
+
+    def pipeline(self, source: NoiseSource, ledgers: ClientLedgers) -> Pipeline:
+        """What clients do to what they send."""
+        record = RecordRelease(ledgers, self.event, self.limits.uses)
+        clipping = self.clipping()
+        if clipping is None:
+            return Pipeline((record,))
+        noise = LocalNoise(self.mechanism, source, self.noise_multiplier, self.clip.sensitivity())
+        return Pipeline((clipping, noise, record))
+
+    def steps(self, source: NoiseSource) -> PrivateSteps | None:
+        """The local steps, where they are private."""
+        if not isinstance(self.sampler, Poisson):
+            return None
+        return PrivateSteps(
+            self.clip, self.noise_multiplier, self.sampler, self.updates, self.expected_batch,
+            self.mechanism, source,
+        )  # fmt: skip
+
+
 def plan_privacy(
-    config: PrivacyConfig, algorithm: Algorithm, *, selector: str, cohort: int, clients: int, rounds: int
-) -> PrivatePlan:
-    """Sampler and noise of a private run.
+    scenario: Scenario,
+    algorithm: Algorithm,
+    program: Program,
+    work: LocalWork,
+    *,
+    cohort: int,
+    clients: int,
+    examples: int,
+) -> ServerPlan | ClientPlan | None:
+    """Sampler, noise and limits of a private run; None without a `[privacy]` block.
 
     Args:
-        config: the `[privacy]` block.
-        algorithm: has to be linear, with every client of the same weight.
-        selector: name of the selector: "poisson" or "uniform".
-        cohort: clients a round, the expected number under Poisson.
+        scenario: the settings.
+        algorithm: bound to the population.
+        program: the model and its loss.
+        work: local work, as the algorithm adjusted it.
+        cohort: clients a round aims for, the expected number under Poisson.
         clients: size of the population, which is public.
-        rounds: rounds that are planned, for which noise is calibrated.
+        examples: number of training examples of all clients, which is public.
 
     Raises:
-        ConfigError: the algorithm or the selector has no bound.
+        ConfigError: the algorithm has no bound, or settings contradict each other.
         OutOfReach: no noise reaches the budget.
     """
-    if not algorithm.linear or algorithm.pooled:
+    config = scenario.privacy
+    if config is None:
+        return None
+    _check_algorithm(config, algorithm, program)
+    if config.unit == "client" and config.model == "central":
+        return _server_plan(scenario, config, cohort, clients)
+    return _client_plan(scenario, config, work, clients, examples)
+
+
+def _server_plan(scenario: Scenario, config: PrivacyConfig, cohort: int, clients: int) -> ServerPlan:
+    clip, rounds = config.clip_function(), scenario.rounds
+    if isinstance(clip, PerLayer):  # the configuration has refused it
+        raise ConfigError("a bound for each layer", rule="an update is clipped as a whole", who="clip")
+    sampler: Sampler
+    strategy = None
+    if not scenario.secret_draw:
+        sampler, strategy = _factorised(scenario, config, cohort, clients)
+    elif scenario.selector.name == "poisson":
+        sampler = Poisson(cohort / clients)
+    else:
+        sampler = FixedSize(cohort, clients)
+    z = config.noise_multiplier
+    if z is None:
+        z = calibrate(sampler, delta=config.delta, epsilon=config.epsilon, steps=rounds, unit="client").value
+    _check_first(config, sampler, z, 1, None)
+    if isinstance(clip, QuantileClip):
+        clip.gradient_multiplier(z, float(cohort))  # refuses a z that the count alone exceeds
+    return ServerPlan(config, clip, sampler, z, float(cohort), rounds, strategy)
+
+
+def _factorised(
+    scenario: Scenario, config: PrivacyConfig, cohort: int, clients: int
+) -> tuple[MinSep, Strategy]:
+    """The limits on taking part, with the sensitivity of the factorisation that was fitted to them."""
+    rounds, asked = scenario.rounds, asked_for(cohort, scenario.round)
+    # left out: half of the longest that leaves enough clients, so that many may be out of reach
+    separation = config.participation.separation or max(1, clients // (2 * cohort))
+    plan = Plan(rounds, config.participation.uses or rounds, separation)
+    if (separation - 1) * cohort + asked > clients:
         raise ConfigError(
-            f"the algorithm {algorithm.name}",
-            rule="user-level privacy needs a sum of updates that are clipped one by one",
-            fix="use a linear algorithm such as fedavg or fedadam",
+            f"participation.separation is {separation} with {asked} clients asked of {clients}",
+            rule="those who took part lately leave enough others",
+            fix=f"use separation = {max(1, (clients - asked) // cohort + 1)} or less, or a smaller cohort",
             who="privacy",
         )
-    weighting = getattr(algorithm, "weighting", "uniform")
-    if weighting != "uniform":
+    if plan.possible * clients < rounds * cohort:
         raise ConfigError(
-            f"algorithm.weighting = {weighting!r}",
+            f"{clients} clients with {plan.possible} uses each, for {rounds} rounds of {cohort}",
+            rule="the clients' uses last for all rounds",
+            fix=f"set participation.uses to {-(-rounds * cohort // clients)} or more, or fewer rounds",
+            who="privacy",
+        )
+    strategy = config.strategy() or BLT()
+    given = config.factorisation.options if config.factorisation else {}
+    if not {"scales", "band"} & given.keys():
+        strategy = fitted(strategy, plan)
+    return MinSep(plan.possible, separation, strategy.sensitivity(plan)), strategy
+
+
+def _client_plan(
+    scenario: Scenario, config: PrivacyConfig, work: LocalWork, clients: int, examples: int
+) -> ClientPlan:
+    clip = config.clip_function()
+    if isinstance(clip, QuantileClip):  # the configuration has refused it
+        raise ConfigError("a quantile", rule="a client clips to a fixed bound", who="clip")
+    sampler: FullBatch | Poisson
+    if config.unit == "client":
+        sampler, updates, expected = FullBatch(), 1, 0.0
+    else:
+        mean = examples / clients
+        rate = config.sampling_rate or min(1.0, (work.batch_size or mean) / mean)
+        sampler, expected = Poisson(rate), rate * mean
+        updates = work.steps or math.ceil(work.epochs / rate - 1e-9)
+    rounds = config.participation.uses or scenario.rounds
+    z = config.noise_multiplier
+    if z is None:
+        z = calibrate(
+            sampler, delta=config.delta, epsilon=config.epsilon, steps=updates * rounds, unit=config.unit,
+            relation=_relation(config),
+        ).value  # fmt: skip
+    event = _event(config, sampler, z, updates, clip)
+    _check_first(config, sampler, z, updates, event.relation)
+    budget = Budget(config.epsilon, config.delta, config.unit, event.relation)
+    affordable = budget.remaining(replace(event, count=1)) // updates
+    spread = _SPREAD * z * clip.sensitivity().total
+    if config.unit == "client" and spread > scenario.update.max_abs:
+        raise ConfigError(
+            f"update.max_abs is {scenario.update.max_abs:g}, and local noise goes to {spread:.4g}",
+            rule="an update is not refused for its noise",
+            fix=f"set update.max_abs to {spread:.4g} or more, or lower the clip bound",
+            who="privacy",
+        )
+    limits = MinSep(min(affordable, rounds), config.participation.separation or 1)
+    return ClientPlan(config, clip, sampler, z, updates, expected, affordable, limits)
+
+
+def _event(
+    config: PrivacyConfig, sampler: Sampler, z: float, updates: int, clip: ClipFunction | PerLayer
+) -> Event:
+    """What a client releases in a round."""
+    return sampler.events(
+        z, updates, unit=config.unit, relation=_relation(config), clip=clip.sensitivity().bound,
+        mechanism=config.noise().name,
+    )[0]  # fmt: skip
+
+
+def _relation(config: PrivacyConfig) -> str | None:
+    """What a client sends by itself could have been anything; an example is there or not."""
+    return "replace-one" if config.unit == "client" else None
+
+
+def _check_first(
+    config: PrivacyConfig, sampler: Sampler, z: float, updates: int, relation: str | None
+) -> None:
+    """Refuse a budget that cannot pay for the first round."""
+    found = epsilon(sampler, z, updates, config.delta, unit=config.unit, relation=relation).epsilon
+    if found > config.epsilon:
+        what = "the run" if isinstance(sampler, MinSep) and sampler.sensitivity else "the first round"
+        raise ConfigError(
+            f"noise_multiplier = {z:g} gives {what} ε {found:.4g}, and the budget is {config.epsilon:g}",
+            rule="the budget pays for what is planned",
+            fix="leave noise_multiplier out, so that it is chosen for the budget, or raise epsilon",
+            who="privacy",
+        )
+
+
+def _check_algorithm(config: PrivacyConfig, algorithm: Algorithm, program: Program) -> None:
+    """Refuse an algorithm that releases what no noise covers."""
+    found = _whole_refusal(algorithm, program) if config.unit == "client" else _example_refusal(algorithm)
+    if found is None and getattr(algorithm, "weighting", "uniform") != "uniform":
+        raise ConfigError(
+            f"algorithm.weighting = {getattr(algorithm, 'weighting', None)!r}",
             rule="every client has weight 1: its number of examples is private",
             fix='set weighting = "uniform" in the algorithm',
             who="privacy",
         )
-    sampler: Sampler
-    if selector == "poisson":
-        sampler = Poisson(cohort / clients)
-    elif selector == "uniform":
-        sampler = FixedSize(cohort, clients)
-    else:
-        raise ConfigError(
-            f"the selector {selector}",
-            rule="it needs a sampler with a bound",
-            fix="use poisson, or uniform for a fixed cohort",
-            who="privacy",
+    if found is not None:
+        rule, fix = found
+        raise ConfigError(f"the algorithm {algorithm.name}", rule=rule, fix=fix, who="privacy")
+
+
+def _whole_refusal(algorithm: Algorithm, program: Program) -> tuple[str, str] | None:
+    """Why clients' updates cannot be protected as a whole, and what to do; None where they can."""
+    if not algorithm.linear or algorithm.pooled:
+        return (
+            "user-level privacy needs a sum of updates that are clipped one by one",
+            "use a linear algorithm such as fedavg or fedadam",
         )
-    z = config.noise_multiplier
-    if z is None:
-        z = calibrate(sampler, delta=config.delta, epsilon=config.epsilon, steps=rounds, unit="client").value
-    return PrivatePlan(config, sampler, z, float(cohort))
-
-
-class Guard:
-    """The ledger and the budget of one sitting of a run.
-
-    Args:
-        plan: what is released a round.
-        folder: the run folder, where the ledger and the key of the noise are.
-        seed: root seed, for a seeded source.
-        head: where the checkpoint of a run that goes on says its ledger was; None for a new run.
-
-    Raises:
-        DataError: the ledger or the key of a run that goes on is missing or was changed.
-    """
-
-    def __init__(self, plan: PrivatePlan, folder: Path, seed: int, head: Head | None) -> None:
-        self.plan = plan
-        config = plan.config
-        if config.noise_source == "seeded":
-            self.source = NoiseSource.seeded(seed)
-        elif head is None:
-            self.source = NoiseSource.os()
-            self.source.save(folder / _KEY)
-        else:
-            self.source = NoiseSource.load(folder / _KEY)
-        if head is None:
-            self.ledger = Ledger.create(folder / FILE, self.source.note)
-        else:
-            self.ledger = Ledger.load(folder / FILE, head, write=True)
-        self.budget = Budget(
-            config.epsilon, config.delta, "client", plan.sampler.relation, ledger=self.ledger
+    if algorithm.name == "fednova":
+        return (
+            "it weighs updates by their number of steps, which is private and has no bound",
+            "use fedavg with local.steps, so that all clients step alike",
         )
+    if algorithm.name == "local-only":
+        return "nothing that is trained is released, so there is nothing to protect", "take [privacy] out"
+    if getattr(algorithm, "adaptive", False):
+        return _LOSS
+    if {"buffers", "counters"} & algorithm.terms(program).keys():
+        return (
+            "noise would spoil the running statistics and counters of the model",
+            "use GroupNorm in the place of BatchNorm (mycelia.privacy.fix), or the algorithm fedbn",
+        )
+    return None
 
-    def affordable(self, round: int) -> bool:
-        """Whether the budget pays for this round; one that was released before and is done again is free."""
-        if round < self.ledger.steps:
-            return True
-        try:
-            self.budget.allow(self.plan.event(round))
-        except BudgetExceeded:
-            return False
-        return True
 
-    def release(self, round: int, inputs: str) -> None:
-        """Write the round down, before its sum is noised and published.
+def _example_refusal(algorithm: Algorithm) -> tuple[str, str] | None:
+    """Why clients' examples cannot be protected, and what to do; None where they can."""
+    if ALGORITHMS.get(algorithm.name) is not type(algorithm):
+        return (
+            "its client half could send what the noise of the local steps does not cover",
+            'use an algorithm of Mycelia, or unit = "client", where the whole update is clipped',
+        )
+    if algorithm.name == "local-only":
+        return "it releases its training loss, which has no noise", "use fedavg"
+    if getattr(algorithm, "adaptive", False):
+        return _LOSS
+    if getattr(algorithm, "option", "") == "I":
+        return "option I sends a gradient that is neither clipped nor noised", 'set option = "II"'
+    return None
 
-        Args:
-            round: its number.
-            inputs: hash of the model the clients started from: with the same streams it gives the same sum.
 
-        Raises:
-            BudgetExceeded: the budget cannot pay for it.
-        """
-        event = self.plan.event(round)
-        if round >= self.ledger.steps:
-            self.budget.allow(event)
-        self.ledger.record(event, inputs)  # which knows a release that is done again after a stop
+_LOSS = ("its adaptive μ follows the clients' training loss, which has no noise", "set adaptive = false")
 
-    def reading(self, round: int) -> Privacy:
-        """The event that says what is spent after so many rounds."""
-        return replace(self.budget.gauge(self.plan.event(round)), round=round)
 
-    def last_reading(self, round: int) -> Privacy:
-        """The same at the end of the run, with everything that ε depends on."""
-        said = str(self.ledger.statement(self.budget.delta))
-        return replace(self.reading(round), statement=said)
-
-    def head(self) -> list[Any]:
-        """What a checkpoint keeps of the ledger."""
-        self.ledger.sync()
-        return [self.ledger.head.lines, self.ledger.head.hash]
-
-    def close(self) -> None:
-        """Let go of the ledger's file."""
-        self.ledger.close()
+def describe(plan: ServerPlan | ClientPlan) -> dict[str, Any]:
+    """The plan's settings for reports."""
+    strategy = plan.strategy if isinstance(plan, ServerPlan) else None
+    limits = plan.limits
+    return {
+        "unit": plan.config.unit,
+        "model": plan.config.model if plan.config.unit == "client" else "each client",
+        "clip": plan.clip.name,
+        "mechanism": plan.mechanism.name,
+        "factorisation": None if strategy is None else strategy.name,
+        "sensitivity": None if limits is None or not limits.sensitivity else limits.sensitivity,
+        "separation": None if limits is None else limits.separation,
+        "uses": None if limits is None else limits.uses,
+    }

@@ -26,9 +26,13 @@ class SimulationResult:
         worst_decile_accuracy: mean accuracy of the worst tenth of the clients.
         bytes_up: sent by clients, over all rounds.
         bytes_down: received by clients, over all rounds.
-        epsilon: spent, an upper bound for what a client revealed; None: the run was not private.
+        epsilon: spent, an upper bound for what was revealed about one unit, the largest where clients have
+            budgets of their own; None: the run was not private.
         delta: δ of that bound; None: the run was not private.
-        stopped_by: "budget" where the next round could not be paid for, else "".
+        privacy: all that ε depends on, and where clients have budgets of their own, how it is distributed
+            over them; None: the run was not private.
+        stopped_by: "budget" where the next round could not be paid for, "participation" where too few clients
+            were left that may take part, else "".
         plan: how local steps ran.
         model_sha256: hash of the final parameters and buffers.
         partition_sha256: hash of who holds what.
@@ -51,6 +55,7 @@ class SimulationResult:
     bytes_down: int
     epsilon: float | None
     delta: float | None
+    privacy: dict[str, Any] | None
     stopped_by: str
     plan: str
     model_sha256: str

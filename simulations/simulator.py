@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from mycelia.aggregator.effects import Abort
+from mycelia.aggregator.rounds import quorum_for
 from mycelia.engine import events
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
 from mycelia.engine.checkpoint import Checkpoint
@@ -24,14 +26,13 @@ from mycelia.engine.report.spread import worst_decile
 from mycelia.engine.run import CHECKPOINTS, Run
 from mycelia.engine.schema import model_sha256
 from mycelia.engine.types import Tensors
-from mycelia.privacy.ledger import Head
 from mycelia.privacy.pipeline import Pipeline
 from mycelia.simulations.backends import Backend
 from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.federation import Federation, RoundReport, Straggler
+from mycelia.simulations.guard import Guard, open_guard
 from mycelia.simulations.partition import Partition
 from mycelia.simulations.preparation import Prepared, open_backend, prepare
-from mycelia.simulations.private import Guard
 from mycelia.simulations.result import SimulationResult
 from mycelia.simulations.scenario import Scenario, load_scenario
 
@@ -158,25 +159,28 @@ class _Simulation:
         scenario = self.scenario
         prepared = prepare(scenario, str(checkpoint.meta.get("plan", "")) if checkpoint else "")
         self.plan_name = prepared.plan.name
+        guard = None
         if prepared.privacy is not None:
-            head = Head(*checkpoint.meta["ledger"]) if checkpoint else None
-            self.guard = Guard(prepared.privacy, self.run.path, scenario.seed, head)
-        with open_backend(prepared, self.run.path) as backend:
+            guard = open_guard(prepared.privacy, prepared.form, self.run.path, scenario.seed, checkpoint)
+            self.guard = guard
+        with open_backend(prepared, self.run.path, guard) as backend:
             federation = Federation(
                 program=prepared.program,
                 algorithm=prepared.algorithm,
                 backend=backend,
                 partition=prepared.partition,
                 selector=prepared.selector,
-                behaviour=scenario.behaviour,
+                behaviour=prepared.behaviour,
                 config=scenario.round,
                 cohort=prepared.cohort,
                 seed=scenario.seed,
                 max_weight=prepared.max_weight,
                 steps=prepared.work.step_count,
                 progress=self._progress,
-                pipeline=self._pipeline(prepared),
-                release=lambda round: self._release(federation, round),
+                pipeline=Pipeline() if guard is None else guard.pipeline,
+                participation=None if guard is None else guard.participation,
+                selection_seed=None if guard is None else guard.selection_seed,
+                release=None if guard is None else guard.release,
             )
             if checkpoint is None:
                 self._log_start(prepared)
@@ -185,22 +189,13 @@ class _Simulation:
                 self._restore(federation, checkpoint)
             startup = time.perf_counter() - self.began
             while self.number < scenario.rounds:
-                if self.guard is not None and not self.guard.affordable(self.number):
-                    self.stopped_by = "budget"
+                if guard is not None:
+                    needed = quorum_for(prepared.cohort, scenario.round)
+                    self.stopped_by = guard.stop(self.number, prepared.partition.clients, needed)
+                if self.stopped_by:
                     break
                 self._round(federation, backend)
             return self._finish(federation, backend, prepared.partition, startup)
-
-    def _pipeline(self, prepared: Prepared) -> Pipeline:
-        if self.guard is None or prepared.privacy is None:
-            return Pipeline()
-        return prepared.privacy.whole(prepared.form, self.guard.source)
-
-    def _release(self, federation: Federation, round: int) -> None:
-        if self.guard is not None:
-            state = federation.state
-            model = federation.program.unflatten(state.vector) | state.buffers | state.extra
-            self.guard.release(round, f"{round}:{model_sha256(model)}")
 
     def _log_start(self, prepared: Prepared) -> None:
         scenario, partition, plan = self.scenario, prepared.partition, prepared.plan
@@ -247,12 +242,14 @@ class _Simulation:
             found.update(backend.test(federation.message(self.number + 1)).result())
 
         report = federation.run_round(self.number, evaluate=evaluate if due else None)
+        if self.guard is not None and report.aborted is not None:
+            self.guard.failed(self.number)
         self.number += 1
         self._record(report, federation)
         if found:
             self.run.log(events.Evaluation(metrics=found, round=self.number))
         if self.guard is not None:
-            self.run.log(self.guard.reading(self.number))
+            self.run.log(self.guard.reading(self.number, federation.public))
         used = memory()
         self.run.log(
             events.SystemLoad(
@@ -315,6 +312,9 @@ class _Simulation:
         tensors: Tensors = {"vector": state.vector}
         tensors |= {f"buffer/{name}": tensor for name, tensor in state.buffers.items()}
         tensors |= {f"extra/{name}": tensor for name, tensor in state.extra.items()}
+        tensors |= {f"public/{name}": tensor for name, tensor in federation.public.items()}
+        if self.guard is not None:
+            tensors |= self.guard.tensors()
         if federation.previous is not None:
             previous = federation.previous
             tensors["previous/vector"] = previous.vector
@@ -337,7 +337,7 @@ class _Simulation:
                 "seconds": self.before_s + time.perf_counter() - self.began,
                 "schema": federation.program.schema.sha256,
             }
-            | ({} if self.guard is None else {"ledger": self.guard.head()}),
+            | ({} if self.guard is None else self.guard.meta()),
         )
 
     def _restore(self, federation: Federation, checkpoint: Checkpoint) -> None:
@@ -354,6 +354,7 @@ class _Simulation:
             return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
         federation.state = ServerState(tensors["vector"], part("buffer/"), part("extra/"))
+        federation.public = part("public/")
         federation.now_s = meta["now_s"]
         federation.carried = {client: Straggler(*fate) for client, *fate in meta["carried"]}
         self.number = checkpoint.step
@@ -373,8 +374,12 @@ class _Simulation:
         self, federation: Federation, backend: Backend, partition: Partition, startup: float
     ) -> SimulationResult:
         state = federation.state
-        if self.guard is not None and self.guard.ledger.steps:
-            self.run.log(self.guard.last_reading(self.number))
+        privacy = None
+        if self.guard is not None:
+            privacy = self.guard.facts(partition.clients, federation.public)
+            said = "; ".join(each["statement"] for each in privacy["statements"])
+            reading = self.guard.reading(self.number, federation.public)
+            self.run.log(replace(reading, statement=said, facts=privacy))
         message = federation.message(self.number)
         metrics = backend.test(message).result()
         self.run.log(events.Evaluation(metrics=metrics, round=self.number))
@@ -400,8 +405,9 @@ class _Simulation:
             worst_decile_accuracy=worst_decile(accuracies) if accuracies else None,
             bytes_up=self.bytes_up,
             bytes_down=self.bytes_down,
-            epsilon=None if self.guard is None else self.guard.budget.spent,
-            delta=None if self.guard is None else self.guard.budget.delta,
+            epsilon=None if self.guard is None else self.guard.epsilon,
+            delta=None if self.guard is None else self.guard.delta,
+            privacy=privacy,
             stopped_by=self.stopped_by,
             plan=self.plan_name,
             model_sha256=model_sha256(federation.program.unflatten(state.vector) | state.buffers),

@@ -31,7 +31,7 @@ class BLT(Toeplitz):
         ConfigError: a value out of range.
     """
 
-    buffers: int
+    buffers: int = 4
     scales: tuple[float, ...] = ()
     decays: tuple[float, ...] = ()
     name: ClassVar[str] = "blt"

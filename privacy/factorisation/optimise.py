@@ -12,14 +12,21 @@ from torch import Tensor
 
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.factorisation.banded import Banded
-from mycelia.privacy.factorisation.base import Plan, Workload
+from mycelia.privacy.factorisation.base import Plan, Strategy, Workload
 from mycelia.privacy.factorisation.blt import BLT
 from mycelia.privacy.factorisation.series import convolve, correlate, inverse
 from mycelia.privacy.factorisation.toeplitz import squared_sensitivity, workload_series
 
-__all__ = ["optimise"]
+__all__ = ["fitted", "optimise"]
 
 _S = TypeVar("_S", Banded, BLT)
+
+
+def fitted(strategy: Strategy, participation: Plan) -> Strategy:
+    """The strategy as `optimise` makes it, where it has something to be fitted; else as it is."""
+    if isinstance(strategy, Banded):
+        return optimise(strategy, participation)
+    return optimise(strategy, participation) if isinstance(strategy, BLT) else strategy
 
 
 def optimise(

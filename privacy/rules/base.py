@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mycelia.engine.transforms.taps import Reads, Site, Tap
+from mycelia.engine.transforms.taps import BatchLayout, Reads, Site, Tap
 
-__all__ = ["Cost", "Formed", "Operator", "Room", "Rule", "Use", "selected", "weighted_sum"]
+__all__ = [
+    "Cost",
+    "Formed",
+    "Operator",
+    "Room",
+    "Rule",
+    "Use",
+    "aligned",
+    "norm2",
+    "reduced",
+    "selected",
+    "weighted_sum",
+]
+
+_TILE = 1 << 22  # bytes that are formed at a time where nothing is kept
 
 
 @dataclass
@@ -59,6 +73,35 @@ class Use:
         if self.formed is None and self.fits:
             self.room.left -= self._bytes()
             self.formed = formed
+
+    def release(self) -> None:
+        """Let go of what the per-example gradient was made of, once that is kept."""
+        if self.formed is not None:
+            self.values, self.grad = (), self.grad.new_empty(self.batch, 0)
+
+    def select(self, keep: Tensor) -> None:
+        """Make the rows of the examples that are not kept zero, whatever they hold."""
+        if self.formed is not None:
+            self.formed = selected(self.formed, keep)
+        else:
+            self.values = tuple(selected(value, keep) for value in self.values)
+            self.grad = selected(self.grad, keep)
+
+    def read(self, place: int) -> Tensor:
+        """What the operator reads at a position of its arguments [B, ...]."""
+        return self.values[self.tap.inputs.index(place)]
+
+    def layout(self, place: int) -> BatchLayout:
+        """Where the examples lay in what `read` gives."""
+        return self.tap.layouts[self.tap.inputs.index(place)]
+
+    def tiles(self, each: int) -> Iterator[Use]:
+        """A few examples at a time; `each`: bytes that one of them will take."""
+        step = max(1, _TILE // max(1, each))
+        for first in range(0, self.batch, step):
+            rows = slice(first, first + step)
+            values = tuple(value[rows] for value in self.values)
+            yield replace(self, values=values, grad=self.grad[rows], formed=None)
 
     def _bytes(self) -> int:
         return self.batch * torch.Size(self.shape).numel() * self.grad.element_size()
@@ -112,9 +155,35 @@ class Operator:
     rules: Mapping[int, Rule]
 
 
+def norm2(rows: Tensor) -> Tensor:
+    """Squared L2 norm of each row of [B, ...]: one pass, nothing of the rows' size is written."""
+    squared: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1).square()
+    return squared
+
+
 def weighted_sum(grad: Tensor, factors: Tensor) -> Tensor:
     """The sum of factor [B] times gradient [B, *shape]."""
     return (factors.to(grad.dtype) @ grad.reshape(grad.shape[0], -1)).reshape(grad.shape[1:])
+
+
+def aligned(tensor: Tensor, layout: BatchLayout) -> Tensor:
+    """A tensor [B, ...] that `BatchLayout.front` gave as it was, for one example: [B, *shape].
+
+    The axis where the examples lay is as long as what one of them had of it.
+    """
+    batch, *shape = tensor.shape
+    axis, own = layout.axis, layout.outer * layout.inner
+    behind = shape[axis + (layout.outer > 1) + (layout.inner > 1) :]
+    return tensor.reshape(batch, *shape[:axis], own, *behind)
+
+
+def reduced(each: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The gradient [B, *shape] of what was broadcast to each example's part [B, ...]."""
+    missing = each.dim() - 1 - len(shape)
+    if missing:
+        each = each.sum(tuple(range(1, 1 + missing)))
+    wide = [axis + 1 for axis, size in enumerate(shape) if size == 1 and each.shape[axis + 1] > 1]
+    return each.sum(wide, keepdim=True) if wide else each
 
 
 def selected(rows: Tensor, keep: Tensor) -> Tensor:
@@ -131,7 +200,7 @@ class Formed(ABC):
 
     def norm2(self, use: Use) -> Tensor:
         """Squared gradient norm of each example [B]."""
-        return self._kept(use).flatten(1).square().sum(1)
+        return norm2(self._kept(use))
 
     def total(self, use: Use, factors: Tensor) -> Tensor:
         """Sum over the examples of factor [B] times gradient."""

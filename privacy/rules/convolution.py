@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mycelia.engine.transforms.taps import Reads
-from mycelia.privacy.rules.base import Cost, Operator, Use, weighted_sum
+from mycelia.privacy.rules.base import Cost, Operator, Use, norm2, weighted_sum
 from mycelia.privacy.rules.linear import Bias, ghost_pays
 
 __all__ = ["OPERATORS", "Convolution"]
@@ -43,19 +43,21 @@ class Convolution:
 
     def norm2(self, use: Use) -> Tensor:
         """Squared gradient norm of each example [B]."""
-        form = self.cost(use).form
-        if form == "formed" and use.fits:
-            formed = self.grad(use)
-            use.keep(formed)
-            return formed.flatten(1).square().sum(1)
-        found = []
-        for columns, g in self._tiles(use):
-            if form == "ghost":
+        if self.cost(use).form == "ghost":
+            found = []
+            for columns, g in self._tiles(use):
                 inner = torch.matmul(columns.transpose(-1, -2), columns)
                 found.append((inner * torch.matmul(g.transpose(-1, -2), g)).sum((1, 2, 3)))
-            else:
-                found.append(torch.matmul(g, columns.transpose(-1, -2)).square().sum((1, 2, 3)))
-        return torch.cat(found)
+            return torch.cat(found)
+        if use.batch != self._sides(use)[0].shape[0]:  # rows of one example add up before the norm
+            use.keep(formed := self.grad(use))
+            return norm2(formed)
+        if not use.fits:
+            parts = (torch.matmul(g, columns.transpose(-1, -2)) for columns, g in self._tiles(use))
+            return torch.cat([norm2(part) for part in parts])
+        formed, squares = self._formed(use)
+        use.keep(formed.view(use.batch, *use.shape))
+        return squares
 
     def total(self, use: Use, factors: Tensor) -> Tensor:
         """Sum over the examples of factor [B] times gradient."""
@@ -68,12 +70,27 @@ class Convolution:
 
     def grad(self, use: Use) -> Tensor:
         """The gradient of each example [B, *shape]."""
-        parts = [torch.matmul(g, columns.transpose(-1, -2)) for columns, g in self._tiles(use)]
-        formed = torch.cat(parts)
+        formed, _ = self._formed(use)
         repeats = formed.shape[0] // use.batch
         if repeats > 1:
             formed = formed.reshape(use.batch, repeats, *formed.shape[1:]).sum(1)
         return formed.reshape(use.batch, *use.shape)
+
+    def _formed(self, use: Use) -> tuple[Tensor, Tensor]:
+        """The gradient of each row [n, groups, p / groups, d k / groups] and its squared norm [n].
+
+        Both tile by tile, while what was read is in the cache.
+        """
+        value, g, form = self._sides(use)
+        count, volume = value.shape[0], torch.Size(use.shape[1:]).numel()
+        formed = g.new_empty(count, form.groups, g.shape[1] // form.groups, volume)
+        squares, first = [], 0
+        for columns, part in self._tiles(use):
+            tile = formed[first : first + len(part)]
+            torch.matmul(part, columns.transpose(-1, -2), out=tile)
+            squares.append(norm2(tile))
+            first += len(part)
+        return formed, torch.cat(squares) if squares else g.new_zeros(0)
 
     def cost(self, use: Use) -> Cost:
         """Ghost inner products where they are cheaper, else formed."""

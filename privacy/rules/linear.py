@@ -7,13 +7,25 @@ T = 1 it is |a| |g| (Goodfellow 2015, "Efficient per-example gradient computatio
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from mycelia.engine.transforms.taps import Reads
-from mycelia.privacy.rules.base import Cost, Formed, Operator, Rule, Use, weighted_sum
+from mycelia.privacy.rules.base import (
+    Cost,
+    Formed,
+    Operator,
+    Rule,
+    Use,
+    aligned,
+    norm2,
+    reduced,
+    weighted_sum,
+)
 
-__all__ = ["OPERATORS", "Bias", "Linear", "ghost_pays", "product_norm2", "rows"]
+__all__ = ["OPERATORS", "Bias", "Linear", "Stacked", "alone", "ghost_pays", "product_norm2", "rows"]
 
 aten = torch.ops.aten
 
@@ -31,51 +43,97 @@ def ghost_pays(positions: int, outputs: int, inputs: int) -> bool:
 
 def product_norm2(a: Tensor, g: Tensor) -> Tensor:
     """Squared norm of g^T a for each example, from a [B, T, d] and g [B, T, p], without forming it."""
-    if a.shape[1] == 1:
-        return a.square().sum((1, 2)) * g.square().sum((1, 2))
     return (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(g, g.transpose(1, 2))).sum((1, 2))
 
 
 class Linear:
-    """The weight [p, d] of a linear map, or [d, p] where it is stored transposed."""
+    """The weight of a linear map: [p, d] for y = x w^T and y = w x, [d, p] for y = x w.
 
-    def __init__(self, value: int = 0, *, transposed: bool = False) -> None:
-        self.value, self.transposed = value, transposed
+    A vector stands for a matrix with one row or column. Weights with more axes are matrices side by side,
+    broadcast as `matmul` does; unless there is one alone, the gradient of each example is formed.
+
+    Args:
+        value: position of x.
+        transposed: y = x w.
+        left: y = w x, where the positions are columns.
+    """
+
+    def __init__(self, value: int = 0, *, transposed: bool = False, left: bool = False) -> None:
+        self.value, self.transposed, self.left = value, transposed, left
 
     def factors(self, use: Use) -> tuple[Tensor, Tensor]:
-        """(g, a): the two sides [B, T, .] in the order of the weight's axes."""
-        a, g = rows(use.values[self.value]), rows(use.grad)
-        return (a, g) if self.transposed else (g, a)
+        """The two sides [B, T, .] in the order of the weight's axes, for a weight that `alone` holds for."""
+        a, g = use.read(self.value), use.grad
+        if self.left:
+            a, g = aligned(a, use.layout(self.value)).mT, aligned(g, use.tap.output).mT
+        return (rows(a), rows(g)) if self.transposed else (rows(g), rows(a))
 
     def norm2(self, use: Use) -> Tensor:
         """Squared gradient norm of each example [B]."""
-        if self.cost(use).form == "formed":
-            formed = self.grad(use)
-            use.keep(formed)
-            return formed.square().sum((1, 2))
-        g, a = self.factors(use)
-        return product_norm2(a, g)
+        cost = self.cost(use)
+        if cost.form == "formed":
+            if use.fits:
+                use.keep(formed := self.grad(use))
+                return norm2(formed)
+            parts = use.tiles(cost.entries * use.grad.element_size())
+            return torch.cat([norm2(self.grad(part)) for part in parts])
+        if cost.form == "product":
+            g, a = self.factors(use)
+            return norm2(g) * norm2(a)
+        parts = use.tiles(2 * cost.positions**2 * use.grad.element_size())
+        return torch.cat([product_norm2(*self.factors(part)) for part in parts])
 
     def total(self, use: Use, factors: Tensor) -> Tensor:
         """Sum over the examples of factor [B] times gradient."""
         if use.formed is not None:
             return weighted_sum(use.formed, factors)
+        if not alone(use.shape):
+            weighted = use.grad * factors.to(use.grad.dtype).reshape(-1, *[1] * (use.grad.dim() - 1))
+            parts = replace(use, grad=weighted).tiles(self.cost(use).entries * use.grad.element_size())
+            return torch.stack([self.grad(part).sum(0) for part in parts]).sum(0)
         g, a = self.factors(use)
-        return (g * factors.to(g.dtype)[:, None, None]).flatten(0, 1).t() @ a.flatten(0, 1)
+        total = (g * factors.to(g.dtype)[:, None, None]).flatten(0, 1).t() @ a.flatten(0, 1)
+        return total.reshape(use.shape)
 
     def grad(self, use: Use) -> Tensor:
         """The gradient of each example [B, *shape]."""
-        g, a = self.factors(use)
-        return torch.bmm(g.transpose(1, 2), a)
+        if alone(use.shape):
+            g, a = self.factors(use)
+            return torch.bmm(g.transpose(1, 2), a).reshape(use.batch, *use.shape)
+        a, g = aligned(use.read(self.value), use.layout(self.value)), aligned(use.grad, use.tap.output)
+        if len(use.shape) == 1:
+            g = g.unsqueeze(-2 if self.left else -1)
+        a, g = (part.reshape(use.batch, *[1] * (max(a.dim(), g.dim()) - part.dim()), *part.shape[1:])
+                for part in (a, g))  # fmt: skip
+        each = g @ a.mT if self.left else a.mT @ g
+        shape = use.shape if len(use.shape) > 1 else (1, *use.shape) if self.left else (*use.shape, 1)
+        return reduced(each, shape).reshape(use.batch, *use.shape)
 
     def cost(self, use: Use) -> Cost:
         """T = 1 from the factors; else what is cheaper."""
+        if not alone(use.shape):
+            wide = len(use.shape) > 1
+            outputs = use.shape[-2 if self.left else -1] if wide else 1
+            return Cost("formed", use.grad[:1].numel() // outputs, torch.Size(use.shape).numel())
         g, a = self.factors(use)
         positions, entries = a.shape[1], g.shape[2] * a.shape[2]
         if positions == 1:
             return Cost("product", 1, entries)
         pays = ghost_pays(positions, g.shape[2], a.shape[2])
         return Cost("ghost" if pays else "formed", positions, entries)
+
+
+class Stacked(Linear):
+    """Linear maps with one weight as one of all their positions; the gradient and the value are its sides."""
+
+    def factors(self, use: Use) -> tuple[Tensor, Tensor]:
+        """The two sides."""
+        return use.grad, use.values[0]
+
+
+def alone(shape: tuple[int, ...]) -> bool:
+    """Whether a weight is one matrix."""
+    return len(shape) > 1 and torch.Size(shape[:-2]).numel() == 1
 
 
 class Bias(Formed):
@@ -93,17 +151,22 @@ class Bias(Formed):
         g = use.grad
         axis = self.axis if self.axis < 0 else self.axis + 1
         moved = g.movedim(axis, -1)
-        return moved.reshape(g.shape[0], -1, moved.shape[-1]).sum(1)
+        each = moved.reshape(g.shape[0], -1, moved.shape[-1]).sum(1)
+        return reduced(each.reshape(g.shape[0], *[1] * (len(use.shape) - 1), -1), use.shape)
 
     def cost(self, use: Use) -> Cost:
         """A sum over positions."""
-        return Cost("formed", rows(use.grad).shape[1], use.shape[0])
+        return Cost("formed", rows(use.grad).shape[1], torch.Size(use.shape).numel())
 
 
 _bias: Rule = Bias()
+_product = Operator(Reads((0, 1), (0, 1)), {0: Linear(1, left=True), 1: Linear(transposed=True)})
 OPERATORS = {
     aten.linear.default: Operator(Reads((1, 2), (0,)), {1: Linear(), 2: _bias}),
-    aten.matmul.default: Operator(Reads((1,), (0,)), {1: Linear(transposed=True)}),
-    aten.mm.default: Operator(Reads((1,), (0,)), {1: Linear(transposed=True)}),
-    aten.addmm.default: Operator(Reads((0, 2), (1,)), {0: _bias, 2: Linear(transposed=True)}),
+    aten.matmul.default: _product,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.addmm.default: Operator(
+        Reads((0, 1, 2), (1, 2)), {0: _bias, 1: Linear(2, left=True), 2: Linear(1, transposed=True)}
+    ),
 }

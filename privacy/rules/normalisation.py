@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mycelia.engine.transforms.taps import Reads
-from mycelia.privacy.rules.base import Formed, Operator, Use
+from mycelia.privacy.rules.base import Formed, Operator, Use, aligned
 
 __all__ = ["OPERATORS"]
 
@@ -39,30 +39,23 @@ class _Shift(Formed):
 
 class _GroupScale(Formed):
     def grad(self, use: Use) -> Tensor:
-        value, channels = use.values[0], use.shape[0]
-        flat = value.reshape(-1, channels, *_spatial(use))
-        normalised = F.group_norm(flat, use.tap.args[1], None, None, _argument(use, 4, 1e-5))
-        return _over_channels(use.grad * normalised.reshape(value.shape), use)
+        value = aligned(use.values[0], use.tap.layouts[0])  # [B, rows, C, ...]
+        normalised = F.group_norm(value.flatten(0, 1), use.tap.args[1], None, None, _argument(use, 4, 1e-5))
+        return _over_channels(aligned(use.grad, use.tap.output) * normalised.reshape(value.shape))
 
 
 class _GroupShift(Formed):
     def grad(self, use: Use) -> Tensor:
-        return _over_channels(use.grad, use)
+        return _over_channels(aligned(use.grad, use.tap.output))
 
 
 def _over_positions(product: Tensor, use: Use) -> Tensor:
     return product.reshape(use.batch, -1, *use.shape).sum(1)
 
 
-def _spatial(use: Use) -> tuple[int, ...]:
-    """Axes behind the channels; with several rows an example, the tensor is [B, n, C, ...]."""
-    shape = use.values[0].shape
-    start = 2 if use.tap.layouts[0].outer * use.tap.layouts[0].inner == 1 else 3
-    return tuple(shape[start:])
-
-
-def _over_channels(product: Tensor, use: Use) -> Tensor:
-    return product.reshape(use.batch, -1, use.shape[0], torch.Size(_spatial(use)).numel()).sum((1, 3))
+def _over_channels(product: Tensor) -> Tensor:
+    """[B, rows, C, ...] as [B, C]."""
+    return product.reshape(*product.shape[:3], -1).sum((1, 3))
 
 
 def _argument(use: Use, place: int, default: Any) -> Any:

@@ -16,12 +16,12 @@ from mycelia.engine._torch import version
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
 from mycelia.engine.data import Examples
 from mycelia.engine.errors import ConfigError, DataError, MyceliaError
-from mycelia.engine.local import ClientData, LocalTrainer, LocalWork
+from mycelia.engine.local import ClientData, LocalTrainer, LocalWork, StepsOf
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.program import Program
 from mycelia.engine.sums import ExactSum, SumFormat, Update
 from mycelia.engine.transforms.compile import Adder
-from mycelia.privacy.pipeline import Pipeline
+from mycelia.privacy.pipeline import Pipeline, Sent
 from mycelia.simulations.backends.base import Failure
 from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.partition import Partition
@@ -50,6 +50,7 @@ class Task:
         package: the compiled step of a full batch, None for the other plans.
         adder: the compiled sum of float32 parameters, None for the other plans.
         pipeline: what a client does to its update before it is summed.
+        steps_of: makes the local steps where they are not SGD.
     """
 
     program: Program
@@ -66,6 +67,7 @@ class Task:
     package: Path | None = None
     adder: Path | None = None
     pipeline: Pipeline = field(default_factory=Pipeline)
+    steps_of: StepsOf | None = None
 
 
 class Replica:
@@ -96,6 +98,7 @@ class Replica:
             plan=task.plan,
             package=task.package,
             batch_shape=task.batch_shape,
+            steps_of=task.steps_of,
         )
 
     def train(self, message: Message, client: int, row: npt.NDArray[np.float64]) -> Failure | None:
@@ -113,7 +116,7 @@ class Replica:
                     rule="local returns (Update, state)",
                     who=f"algorithm {algorithm.name}",
                 )
-            update = self.task.pipeline.device(update)
+            update = self.task.pipeline.device(update, Sent(client, message.round, message.extra))
         except DataError as error:
             return Failure(-1, True, error.found, error.fix or error.rule)
         except MyceliaError as error:

@@ -222,7 +222,9 @@ def test_own_model_data_and_loss(capsys: pytest.CaptureFixture[str]) -> None:
     ("settings", "words"),
     [
         (["bach_size=3"], ["bach_size: unknown key", "'batch_size'"]),
-        (["privacy.epsilon=3"], ["privacy: not available in this version"]),
+        (["privacy.epsilon=3"], ["privacy.unit: missing", "privacy.delta: missing", "privacy.clip: missing"]),
+        (["privacy={}"], ["privacy.unit: missing"]),
+        (["privacy={unit='example', epsilon=3, delta=1e-3, clip={name='abadi', bound=1}}"], ["one over"]),
         (["defence={name='krum'}", "epochs='3'"], ["defence: not available", "epochs = '3'"]),
         (["optimizer=adma"], ["adma", "'adam'"]),
         (["optimizer.nesterow=true"], ["nesterow", "lr, betas"]),

@@ -204,6 +204,11 @@ def test_statement_names_relation() -> None:
         assert part in line
     for part in ("100 updates", "noise source", "the released updates", "losses"):
         assert part in line
+    # The number of examples is said to be public where it is used, and is used nowhere else.
+    public = "the number of examples is public"
+    assert Poisson(0.01).events(1.0, 1)[0].population == 0
+    assert public not in epsilon(Poisson(0.01), 1.0, 100, 1e-5).assumptions
+    assert public in epsilon(FixedSize(10, 1000), 1.0, 100, 1e-5).assumptions
 
 
 def test_gdp_never_bound() -> None:

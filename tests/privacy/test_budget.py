@@ -33,7 +33,7 @@ def spend(budget: Budget, sampler: Sampler, z: float | NoiseSchedule, most: int 
     return most
 
 
-def test_budget_hard_stop_exact() -> None:
+def test_so_many_pass_and_one_more_does_not() -> None:
     budget = Budget(2.0, 1e-5)
     expected = budget.remaining(one(0))
     assert spend(budget, Poisson(0.02), 1.0) == expected == budget.ledger.steps
@@ -65,6 +65,29 @@ def test_change_of_event() -> None:
     # What others wrote into the ledger is seen.
     budget.ledger.record(one(60))
     assert budget.remaining(one(61, z=2.0)) < left - 10
+
+
+def test_a_moving_clip_bound_is_one_event() -> None:
+    """z is relative to the bound, so what was counted goes on to hold when the bound moves."""
+    budget = Budget(2.0, 1e-5)
+    left = budget.remaining(one(0))
+    for step in range(5):
+        budget.release(replace(one(step), clip=1.0 / (1 + step)))
+    ahead = budget._ahead
+    assert budget.remaining(one(5)) == left - 5
+    assert budget._ahead is ahead
+
+
+def test_a_release_done_again_is_free() -> None:
+    """The last update that was affordable can be made again after a stop, and no other."""
+    budget = Budget(2.0, 1e-5)
+    last = budget.remaining(one(0))
+    for step in range(last):
+        budget.release(one(step), f"sum {step}", "stream")
+    budget.release(one(last - 1), f"sum {last - 1}", "stream")
+    assert budget.ledger.steps == last
+    with pytest.raises(BudgetExceeded):
+        budget.release(one(last), f"sum {last}", "stream")
 
 
 def test_planned_schedule() -> None:

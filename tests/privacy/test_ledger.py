@@ -128,8 +128,7 @@ def test_malformed_lines_are_named(path: Path) -> None:
         Ledger.load(path, Head(3, "x"))
 
 
-def test_rewind_keeps_ledger(path: Path) -> None:
-    """Going back to an older checkpoint refunds nothing."""
+def test_steps_that_are_done_again(path: Path) -> None:
     ledger = Ledger.create(path)
     for step in range(3):
         ledger.record(one(step), release=f"params-{step}")
@@ -149,6 +148,75 @@ def test_rewind_keeps_ledger(path: Path) -> None:
     assert resumed.steps == 8
     assert resumed.statement(1e-5).epsilon > before
     assert Ledger.load(path, checkpoint).steps == 8
+
+
+def test_one_noise_is_for_one_sum(path: Path) -> None:
+    """From the same secret a step is released again with the same inputs alone, also after loading."""
+    ledger = Ledger.create(path)
+    for step in range(3):
+        assert ledger.record(one(step), f"sum {step}", "first secret")
+    ledger.close()
+    loaded = Ledger.load(path, ledger.head, write=True)
+    assert loaded.holds(one(1), "sum 1", "first secret")
+    assert loaded.released("first secret", 2)
+    assert not loaded.released("first secret", 3)
+    assert not loaded.record(one(1), "sum 1", "first secret")
+    with pytest.raises(DataError, match="tell their difference"):
+        loaded.record(one(1), "another sum", "first secret")
+    with pytest.raises(DataError, match="step 2"):
+        loaded.record(one(2, z=5.0), "sum 2", "first secret")
+    assert loaded.steps == 3
+    # With another secret it is another release.
+    assert loaded.record(one(1), "another sum", "second secret")
+    assert loaded.steps == 4
+
+
+def test_chains_pass_through_their_heads(path: Path) -> None:
+    ledger = Ledger.create(path)
+    heads = [ledger.head]
+    for step in range(3):
+        ledger.record(one(step))
+        heads.append(ledger.head)
+    assert all(ledger.follows(head) for head in heads)
+    assert not ledger.follows(Head(5, heads[-1].hash))
+    assert not ledger.follows(Head(2, heads[2].hash))
+    assert not Ledger().follows(heads[0])
+
+
+def test_an_empty_ledger_can_be_read_into(path: Path, tmp_path: Path) -> None:
+    """So that budgets and monitors over it go on as well."""
+    written(path).close()
+    ledger = Ledger()
+    ledger.resume(path, write=True)
+    ledger.record(one(6, 2.0))
+    assert ledger.steps == Ledger.load(path).steps == 7
+    for used in (ledger, written(tmp_path / "other.jsonl")):
+        with pytest.raises(ConfigError, match="never replaced"):
+            used.resume(path)
+        with pytest.raises(ConfigError, match="never replaced"):
+            used.name_source("elsewhere")
+    kept = Ledger("here")
+    kept.record(one(0))
+    kept.keep(tmp_path / "kept.jsonl")
+    kept.record(one(1))
+    assert Ledger.load(tmp_path / "kept.jsonl").events == kept.events
+    with pytest.raises(ConfigError, match="one file"):
+        kept.keep(tmp_path / "twice.jsonl")
+
+
+def test_heuristics_have_no_epsilon(path: Path) -> None:
+    ledger = Ledger.create(path)
+    ledger.note("pruning")
+    ledger.note("pruning")
+    assert Ledger.load(path, ledger.head).heuristics == ("pruning",)
+    assert ledger.statements(1e-5) == []
+    with pytest.raises(ConfigError, match="a heuristic has no ε"):
+        ledger.statement(1e-5)
+    ledger.record(one(0))
+    assert "pruning adds nothing to it" in ledger.statement(1e-5).assumptions
+    other = Ledger()
+    other.merge(ledger)
+    assert other.heuristics == ("pruning",)
 
 
 def test_merge() -> None:

@@ -87,7 +87,7 @@ def test_parts_are_the_batch(sampler: Sampler) -> None:
 
 
 @pytest.mark.parametrize("sampler", ALL, ids=lambda each: each.name)
-def test_accumulation_counts_updates(sampler: Sampler) -> None:
+def test_events_do_not_count_parts(sampler: Sampler) -> None:
     """Events count updates, however many parts they come in."""
     from dataclasses import replace
 
@@ -207,7 +207,7 @@ def test_parallel_rate() -> None:
         assert [sorted(chain(*parts)) for parts in zip(*shares, strict=True)] == whole
 
 
-def test_ranks_step_together() -> None:
+def test_shares_are_steps_of_one_size() -> None:
     draws = list(islice(Poisson(0.002).draw(100, Source()), 50))
     for rank in range(4):
         mine = [batch.share(rank, 4) for batch in draws]

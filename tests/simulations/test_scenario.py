@@ -25,7 +25,7 @@ def refused(*overrides: str) -> str:
 
 
 def test_the_built_in_scenarios() -> None:
-    assert scenario_names() == ["dp", "fashion", "personalised", "quickstart"]
+    assert scenario_names() == ["dp", "dp-ftrl", "fashion", "personalised", "quickstart"]
     for name in scenario_names():
         scenario = load_scenario(name)
         assert scenario.conflicts() is not None
@@ -47,7 +47,7 @@ def test_quickstart_is_what_it_says() -> None:
     assert load_scenario("personalised").algorithm.name == "fedbn"
 
 
-@pytest.mark.parametrize("name", ["dp", "fashion", "personalised", "quickstart"])
+@pytest.mark.parametrize("name", ["dp", "dp-ftrl", "fashion", "personalised", "quickstart"])
 def test_the_configuration_printed_is_the_configuration_read(name: str, tmp_path: Path) -> None:
     scenario = load_scenario(
         name, ["behaviour.dropout.train=0.1", "behaviour.availability.night=0.5", "seed=9"]
