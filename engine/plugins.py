@@ -11,12 +11,13 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from mycelia.engine.errors import ConfigError, MyceliaError
 
-__all__ = ["check_options", "import_extra", "is_reference", "nearest", "resolve", "user_code"]
+__all__ = ["check_options", "chosen", "import_extra", "is_reference", "nearest", "resolve", "user_code"]
 
+_T = TypeVar("_T")
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -91,6 +92,28 @@ def check_options(
             fix=nearest(unknown[0], known) if unknown else "",
             who=who,
         ) from None
+
+
+def chosen(table: Mapping[str, _T], name: str, *, kind: str, who: str) -> _T:
+    """The entry of a table that a configuration names.
+
+    Args:
+        table: entries by name.
+        name: what was asked for.
+        kind: what an entry is, as the message says it.
+        who: the setting.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in table:
+        raise ConfigError(
+            f"no {kind} is called {name!r}",
+            rule=f"one of {', '.join(table)}",
+            fix=nearest(name, table),
+            who=who,
+        )
+    return table[name]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

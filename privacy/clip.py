@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mycelia.engine.errors import ConfigError
-from mycelia.engine.plugins import check_options, nearest
+from mycelia.engine.plugins import check_options, chosen
 from mycelia.privacy.events import RELATIONS, choose
 from mycelia.privacy.noise.base import Mechanism
 from mycelia.privacy.noise.source import NoiseSource
@@ -455,15 +455,9 @@ def build(name: str, **options: Any) -> ClipFunction | PerLayer | QuantileClip:
     >>> build("abadi", bound=1.0)
     Abadi(bound=1.0)
     """
-    if name not in CLIPS:
-        raise ConfigError(
-            f"no clip function is called {name!r}",
-            rule=f"one of {', '.join(CLIPS)}",
-            fix=nearest(name, CLIPS),
-            who="clip",
-        )
-    check_options(CLIPS[name], options, who=f"clip {name!r}")
-    return CLIPS[name](**options)
+    make = chosen(CLIPS, name, kind="clip function", who="clip")
+    check_options(make, options, who=f"clip {name!r}")
+    return make(**options)
 
 
 def _check_positive(who: str, name: str, value: float) -> None:

@@ -19,7 +19,7 @@ from mycelia.engine.optimizers.lamb import lamb
 from mycelia.engine.optimizers.rmsprop import rmsprop
 from mycelia.engine.optimizers.sgd import sgd
 from mycelia.engine.optimizers.yogi import yogi
-from mycelia.engine.plugins import check_options, nearest
+from mycelia.engine.plugins import check_options, chosen
 
 __all__ = [
     "OPTIMIZERS",
@@ -63,14 +63,8 @@ def build(name: str, **options: Any) -> Optimizer:
     >>> build("adam", lr=0.01).name
     'adam'
     """
-    if name not in OPTIMIZERS:
-        raise ConfigError(
-            f"no optimiser is called {name!r}",
-            rule=f"one of {', '.join(OPTIMIZERS)}",
-            fix=nearest(name, OPTIMIZERS),
-            who="optimizer",
-        )
-    factory, who = OPTIMIZERS[name], f"optimizer {name!r}"
+    factory = chosen(OPTIMIZERS, name, kind="optimiser", who="optimizer")
+    who = f"optimizer {name!r}"
     check_options(factory, options, who=who)
     for option, value in options.items():
         # a string such as "false" would count as true

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mycelia.engine.errors import ConfigError
-from mycelia.engine.plugins import check_options, nearest
+from mycelia.engine.plugins import check_options, chosen
 from mycelia.privacy.factorisation.banded import Banded
 from mycelia.privacy.factorisation.base import Strategy
 from mycelia.privacy.factorisation.blt import BLT
@@ -35,12 +34,6 @@ def build(name: str, **options: Any) -> Strategy:
     >>> build("banded", bands=1)
     Banded(bands=1, band=(1.0,))
     """
-    if name not in STRATEGIES:
-        raise ConfigError(
-            f"no factorisation is called {name!r}",
-            rule=f"one of {', '.join(STRATEGIES)}",
-            fix=nearest(name, STRATEGIES),
-            who="factorisation",
-        )
-    check_options(STRATEGIES[name], options, who=f"factorisation {name!r}")
-    return STRATEGIES[name](**options)
+    make = chosen(STRATEGIES, name, kind="factorisation", who="factorisation")
+    check_options(make, options, who=f"factorisation {name!r}")
+    return make(**options)
