@@ -80,8 +80,8 @@ def test_a_changed_or_cut_file_never_crashes(data: st.DataObject) -> None:
         (b"\0\0\x0e\x02" + b"\xff" * 8, "has 12 bytes"),
         (b"\0\0\x08\x03" + b"\xff" * 8 + b"\0" * 4, "has shape"),
         (b"\0\0\x08\x46" + b"\0" * 280, "has shape"),
-        (gzip.compress(idx(IMAGES))[:-9], "broken gzip"),
-        (gzip.compress(idx(IMAGES))[:20], "broken gzip"),
+        (gzip.compress(idx(IMAGES), mtime=0)[:-9], "broken gzip"),
+        (gzip.compress(idx(IMAGES), mtime=0)[:20], "broken gzip"),
         (b"\x1f\x8b", "broken gzip"),
     ],
 )
