@@ -297,8 +297,9 @@ class _PairwisePool(torch.autograd.Function):
 
 
 def _deal(grad: Tensor, first: Tensor, one: Tensor, other: Tensor) -> None:
-    """Write the gradient where `first` says, and zero in the other place."""
-    torch.where(first, grad, grad.new_zeros(()), out=one)
+    """Write the gradient where `first` says, and zero in the other place; both NaN if it is not finite."""
+    # as numbers: a product is vectorised, a selection into every second place is not
+    torch.mul(grad, first.view(torch.uint8).to(grad.dtype), out=one)
     torch.sub(grad, one, out=other)
 
 

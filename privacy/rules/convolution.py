@@ -1,7 +1,10 @@
 """Convolutions: linear maps of unfolded windows, T output positions an example.
 
-Unfolding multiplies the input by the kernel's volume, so it is done for a few examples at a time, as many as
-stay in the processor's cache.
+The gradients of several examples are the weight gradient of one convolution with a group for each example and
+the examples side by side as channels, which vendor libraries do as fast as that of a batch, and without
+unfolding. Inner products over positions need the windows themselves, which are as many times larger than the
+input as the kernel has entries. Both are done for a few examples at a time, as many as stay in the
+processor's cache.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ __all__ = ["OPERATORS", "Convolution"]
 
 aten = torch.ops.aten
 
-_TILE = 1 << 20  # bytes of unfolded windows at a time: what a second-level cache holds
+_WINDOWS = 1 << 20  # bytes of unfolded windows at a time: what a second-level cache holds
+_FORMED = 1 << 21  # bytes of per-example gradients at a time
 
 
 class _Form(NamedTuple):
@@ -53,11 +57,15 @@ class Convolution:
             use.keep(formed := self.grad(use))
             return norm2(formed)
         if not use.fits:
-            parts = (torch.matmul(g, columns.transpose(-1, -2)) for columns, g in self._tiles(use))
-            return torch.cat([norm2(part) for part in parts])
-        formed, squares = self._formed(use)
-        use.keep(formed.view(use.batch, *use.shape))
-        return squares
+            return torch.cat([norm2(part) for part in self._formed(use)])
+        formed = use.grad.new_empty(use.batch, *use.shape)
+        squares, first = [], 0
+        for part in self._formed(use):  # the norm of a tile while it is in the cache
+            squares.append(norm2(part))
+            formed[first : first + len(part)] = part
+            first += len(part)
+        use.keep(formed)
+        return torch.cat(squares)
 
     def total(self, use: Use, factors: Tensor) -> Tensor:
         """Sum over the examples of factor [B] times gradient."""
@@ -66,31 +74,23 @@ class Convolution:
         value, g, _ = self._sides(use)
         repeats = value.shape[0] // use.batch
         each = factors.repeat_interleave(repeats) if repeats > 1 else factors
-        return self._weight_gradient(use, value, g * each.to(g.dtype).reshape(-1, *[1] * (g.dim() - 1)))
+        return self._gradient(use, value, g * each.to(g.dtype).reshape(-1, *[1] * (g.dim() - 1)), 1)
 
     def grad(self, use: Use) -> Tensor:
         """The gradient of each example [B, *shape]."""
-        formed, _ = self._formed(use)
-        repeats = formed.shape[0] // use.batch
+        formed = torch.cat(list(self._formed(use)))
+        repeats = len(formed) // max(1, use.batch)
         if repeats > 1:
-            formed = formed.reshape(use.batch, repeats, *formed.shape[1:]).sum(1)
-        return formed.reshape(use.batch, *use.shape)
+            formed = formed.reshape(use.batch, repeats, *use.shape).sum(1)
+        return formed
 
-    def _formed(self, use: Use) -> tuple[Tensor, Tensor]:
-        """The gradient of each row [n, groups, p / groups, d k / groups] and its squared norm [n].
-
-        Both tile by tile, while what was read is in the cache.
-        """
-        value, g, form = self._sides(use)
-        count, volume = value.shape[0], torch.Size(use.shape[1:]).numel()
-        formed = g.new_empty(count, form.groups, g.shape[1] // form.groups, volume)
-        squares, first = [], 0
-        for columns, part in self._tiles(use):
-            tile = formed[first : first + len(part)]
-            torch.matmul(part, columns.transpose(-1, -2), out=tile)
-            squares.append(norm2(tile))
-            first += len(part)
-        return formed, torch.cat(squares) if squares else g.new_zeros(0)
+    def _formed(self, use: Use) -> Iterator[Tensor]:
+        """The gradient of each row [n, *shape], a few rows at a time."""
+        value, g, _ = self._sides(use)
+        each = torch.Size(use.shape).numel() * g.element_size()
+        step = max(1, _FORMED // max(1, each))
+        for first in range(0, max(1, len(g)), step):
+            yield self._gradients(use, value[first : first + step], g[first : first + step])
 
     def cost(self, use: Use) -> Cost:
         """Ghost inner products where they are cheaper, else formed."""
@@ -129,22 +129,30 @@ class Convolution:
         kernel = use.shape[2:]
         count, positions = value.shape[0], g.shape[2:].numel()
         entries = value.shape[1] * torch.Size(kernel).numel() * positions
-        step = max(1, _TILE // max(1, entries * value.element_size()))
+        step = max(1, _WINDOWS // max(1, entries * value.element_size()))
         for first in range(0, count, step):
             part = value[first : first + step]
             columns = _unfolded(part, kernel, form, g.shape[2:])
             yield columns, g[first : first + step].reshape(len(part), form.groups, -1, positions)
 
-    def _weight_gradient(self, use: Use, value: Tensor, g: Tensor) -> Tensor:
+    def _gradients(self, use: Use, value: Tensor, g: Tensor) -> Tensor:
+        """The gradient of each row [n, *shape], from [n, d, *] and [n, p, *]."""
+        count = len(g)
+        if not count:
+            return g.new_empty(0, *use.shape)
+        side_by_side = (part.reshape(1, -1, *part.shape[2:]) for part in (value, g))
+        return self._gradient(use, *side_by_side, count).reshape(count, *use.shape)
+
+    def _gradient(self, use: Use, value: Tensor, g: Tensor, sets: int) -> Tensor:
+        """The sum over rows of the gradient; `sets` of channels have a weight each."""
         form = self._form(use)
-        uneven = any(low != high for low, high in form.padding)
         padding = [low for low, _ in form.padding]
-        if uneven:
+        if any(low != high for low, high in form.padding):
             value, padding = F.pad(value, _pad_list(form.padding)), [0] * self.axes
-        weight = value.new_empty(use.shape)
+        weight = value.new_empty(sets * use.shape[0], *use.shape[1:])
         result: Tensor = aten.convolution_backward.default(
             g, value, weight, None, form.stride, padding, form.dilation, False, [0] * self.axes,
-            form.groups, [False, True, False],
+            sets * form.groups, [False, True, False],
         )[1]  # fmt: skip
         return result
 
