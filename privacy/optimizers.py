@@ -86,11 +86,30 @@ class PrivateUpdate:
             step: number of the update, from 0; names the noise.
         """
         std = self.std_at(step)
-        return {
-            name: self.mechanism.add(value, std, self.source, "noise", step, name, bound=self.bound)
-            / self.expected_batch
-            for name, value in total.items()
-        }
+        means: Tensors = {}
+        for names in _groups(total):
+            parts = [total[name].reshape(-1) for name in names]
+            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+            noised = self.mechanism.add(flat, std, self.source, "noise", step, names[0], bound=self.bound)
+            each = (noised / self.expected_batch).split([len(part) for part in parts])
+            means |= {name: part.view(total[name].shape) for name, part in zip(names, each, strict=True)}
+        return means
+
+
+_GROUP = 1 << 16
+
+
+def _groups(total: Tensors) -> list[list[str]]:
+    """Names of tensors whose noise is drawn together: a draw has a cost of its own, and a copy has too."""
+    groups: list[list[str]] = []
+    held, kind = 0, None
+    for name, tensor in total.items():
+        if not groups or kind != (tensor.dtype, tensor.device) or held + tensor.numel() > _GROUP:
+            groups.append([])
+            held, kind = 0, (tensor.dtype, tensor.device)
+        groups[-1].append(name)
+        held += tensor.numel()
+    return groups
 
 
 @dataclass(frozen=True)

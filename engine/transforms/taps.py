@@ -4,9 +4,6 @@ The gradient of a parameter is a product of two things an ordinary backward pass
 `a` of the operator that uses it, and the gradient `g` of that operator's output. Multiplying them sums over
 the batch and loses the examples. A tapped Program returns both factors instead, and computes no gradient of
 any parameter.
-
-Examples are told apart without knowing what an operator means: the pass is run on the captured example, once
-as it is and once with each example changed, and whatever differs belongs to the example that was changed.
 """
 
 from __future__ import annotations
@@ -23,14 +20,19 @@ from mycelia.engine.errors import CaptureError
 from mycelia.engine.graph import Pass, Writer, rebuild, replace_by, source_line
 from mycelia.engine.program import Program
 from mycelia.engine.schema import Role, Schema
+from mycelia.engine.transforms.batch_layouts import (
+    BatchLayout,
+    batch_layouts,
+    graph_arguments,
+    refuse_coupling,
+    symbolic_axes,
+)
 from mycelia.engine.transforms.cells import cells
-from mycelia.engine.transforms.coupling import coupling
 from mycelia.engine.transforms.layout import pool_in_pairs, relu_after_pool
 from mycelia.engine.transforms.unfused import UNFUSED
 from mycelia.engine.types import Tensors
 
 __all__ = [
-    "BatchLayout",
     "CompiledPass",
     "Computed",
     "Reads",
@@ -39,7 +41,6 @@ __all__ = [
     "Tapped",
     "TappedProgram",
     "View",
-    "batch_layouts",
     "taps",
 ]
 
@@ -57,27 +58,6 @@ _VIEWS = {
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int}
 # the same values in another dtype or place; norms are taken in float32 at least
 _CASTS = {aten._to_copy.default, aten.to.dtype, aten.clone.default}
-
-
-class BatchLayout(NamedTuple):
-    """Where the examples lie in a tensor: `axis` is of size `outer * B * inner`, in this order."""
-
-    axis: int
-    outer: int
-    inner: int
-
-    def front(self, tensor: Tensor, batch: int) -> Tensor:
-        """The tensor as [B, ...]: the other factors of the axis stay where the axis was."""
-        shape = tensor.shape
-        split = (*shape[: self.axis], self.outer, batch, self.inner, *shape[self.axis + 1 :])
-        moved = tensor.reshape(split).movedim(self.axis + 1, 0)
-        # factors of one are dropped, so that a plain batch axis leaves no trace
-        keep = [
-            size
-            for place, size in enumerate(moved.shape)
-            if not (place in (self.axis + 1, self.axis + 2) and size == 1)
-        ]
-        return moved.reshape(keep)
 
 
 class Reads(NamedTuple):
@@ -277,7 +257,7 @@ class TappedProgram:
     ) -> list[Tensor]:
         """What `flat` takes."""
         numbers = [n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.int64) for n in (seed, first)]
-        return [*_arguments(self.program, params, buffers), inputs, targets, *numbers]
+        return [*graph_arguments(self.program, params, buffers), inputs, targets, *numbers]
 
     def flat(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         """The pass on and to flat lists, which is what a plan compiles.
@@ -300,16 +280,6 @@ class TappedProgram:
         return [losses.detach(), *after, *grads, *(part for parts in read for part in parts)]
 
 
-def _arguments(program: Program, params: Tensors, buffers: Tensors) -> list[Tensor]:
-    """What a graph of the Program takes before the batch, see `Graphs`."""
-    schema = program.schema
-    return [
-        *(params[entry.name] for entry in schema.of(Role.PARAMETER)),
-        *(buffers[entry.name] for entry in schema.of(Role.BUFFER, Role.COUNTER)),
-        *program.frozen.values(),
-    ]
-
-
 def taps(program: Program, operators: Mapping[Any, Reads]) -> TappedProgram:
     """Rewrite the training pass so that it returns what each use of each parameter read and got back.
 
@@ -327,7 +297,7 @@ def taps(program: Program, operators: Mapping[Any, Reads]) -> TappedProgram:
             source line).
     """
     program.graph("taps")
-    _refuse_coupling(program)  # before what tells is rewritten
+    refuse_coupling(program)  # before what tells is rewritten
     schema = program.schema
 
     def tappable(graph: fx.Graph) -> None:
@@ -339,7 +309,7 @@ def taps(program: Program, operators: Mapping[Any, Reads]) -> TappedProgram:
     module = program.graph("taps")
     names = [entry.name for entry in schema.of(Role.PARAMETER)]
     found = _sites(program, module, operators)
-    layouts = _layouts(program)
+    layouts = batch_layouts(program)
     covered: dict[fx.Node, list[Site]] = {}
     unmatched = dict(found.unmatched)
     for node, sites in found.sites.items():
@@ -510,7 +480,7 @@ def _spread_at(graph: fx.Graph, parameter: fx.Node, user: fx.Node) -> None:
     result, own = user.meta.get("val"), parameter.meta.get("val")
     if not isinstance(result, Tensor) or not isinstance(own, Tensor):
         return
-    axes = _symbolic_axes(result)
+    axes = symbolic_axes(result)
     if len(axes) != 1:
         return
     other = next(
@@ -534,7 +504,7 @@ def _spread_at(graph: fx.Graph, parameter: fx.Node, user: fx.Node) -> None:
 def _spans(part: Any, dims: int, axis: int) -> bool:
     """Whether an argument has so many axes, and the examples along this one."""
     value = part.meta.get("val") if isinstance(part, fx.Node) else None
-    return isinstance(value, Tensor) and value.dim() == dims and axis in _symbolic_axes(value)
+    return isinstance(value, Tensor) and value.dim() == dims and axis in symbolic_axes(value)
 
 
 def _tap(node: fx.Node, sites: list[Site], layouts: Mapping[str, BatchLayout | None]) -> Tap:
@@ -561,12 +531,6 @@ def _tap(node: fx.Node, sites: list[Site], layouts: Mapping[str, BatchLayout | N
 def _constants(arguments: Any) -> Any:
     """Arguments with None in the place of what the graph computes."""
     return fx.map_arg(arguments, lambda part: None)
-
-
-def _symbolic_axes(value: Tensor) -> list[int]:
-    """The axes whose size depends on the batch."""
-    sizes: tuple[Any, ...] = tuple(value.shape)
-    return [axis for axis, size in enumerate(sizes) if isinstance(size, torch.SymInt)]
 
 
 def _rewritten(
@@ -619,150 +583,3 @@ class _Place(NamedTuple):
 
 def _place(probe: Tensor) -> _Place:
     return _Place(torch.autograd.graph.get_gradient_edge(probe), probe.new_zeros(()).expand(probe.shape))
-
-
-def batch_layouts(program: Program) -> dict[str, BatchLayout | None]:
-    """Where the examples lie in each tensor of the training graph; None where they have no part in it.
-
-    Found by running: an element belongs to example j if it changes when example j does.
-
-    Raises:
-        CaptureError: an operator mixes the examples; the first one is named.
-    """
-    program.graph("batch_layouts")
-    _refuse_coupling(program)
-    return _layouts(program)
-
-
-def _refuse_coupling(program: Program) -> None:
-    reason = coupling(program)
-    if reason is not None:
-        raise _mixing(reason)
-
-
-def _layouts(program: Program) -> dict[str, BatchLayout | None]:
-    module = program.graph("batch_layouts")
-    if program.example is None:
-        raise CaptureError("the Program has no example to run", fix="capture it again", who="batch_layouts")
-    inputs, targets = _distinct(*program.example)
-    batch = inputs.shape[0]
-    plain = _values(program, module, inputs, targets)
-    marks: dict[str, list[Tensor]] = {name: [] for name in plain}
-    for example in range(batch):
-        other = _values(program, module, *_changed(inputs, targets, example))
-        for name, value in plain.items():
-            marks[name].append(~_equal(value, other[name]))
-    layouts: dict[str, BatchLayout | None] = {}
-    for node in module.graph.nodes:
-        if node.name not in plain:
-            continue
-        mark = marks[node.name]
-        # memory that nobody has written to holds anything
-        if "empty" in str(node.target) or not any(bool(part.any()) for part in mark):
-            layouts[node.name] = _untouched(node)
-            continue
-        layout = _layout(mark, plain[node.name].shape, node.meta.get("val"), batch)
-        if layout is None and node.op == "call_function":
-            raise _mixing(f"{node.target} mixes the examples of a batch ({source_line(node)})")
-        layouts[node.name] = layout
-    return layouts
-
-
-def _mixing(reason: str) -> CaptureError:
-    return CaptureError(
-        reason,
-        rule="the loss of an example depends on no other example; otherwise it has no gradient of its own",
-        fix="use GroupNorm or LayerNorm in place of BatchNorm, and losses that look at one example",
-        who="taps",
-    )
-
-
-def _equal(one: Tensor, two: Tensor) -> Tensor:
-    """Element by element, where NaN equals NaN."""
-    same = one == two
-    return same | (one.isnan() & two.isnan()) if one.is_floating_point() else same
-
-
-_EXAMPLES = 3
-
-
-def _distinct(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Three examples: those of the capture, repeated where there are fewer, with values that differ."""
-    rows = torch.arange(_EXAMPLES) % inputs.shape[0]
-    inputs, targets = inputs[rows].clone(), targets[rows].clone()
-    draw = torch.Generator().manual_seed(1)
-    if inputs.is_floating_point():
-        inputs += torch.randn(inputs.shape, generator=draw, dtype=inputs.dtype)
-    return inputs, targets
-
-
-def _changed(inputs: Tensor, targets: Tensor, example: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = inputs.clone(), targets.clone()
-    draw = torch.Generator().manual_seed(2 + example)
-    for part in (inputs, targets):
-        row = part[example]
-        if part.is_floating_point():
-            part[example] = row * 1.5 + torch.randn(row.shape, generator=draw, dtype=part.dtype)
-        elif part.dtype == torch.bool:
-            part[example] = ~row
-        else:  # numbers of classes or tokens: others that occur, so that they are valid
-            low, high = int(part.min()), int(part.max())
-            part[example] = low + (row - low + 1) % (high - low + 1)
-    return inputs, targets
-
-
-def _values(program: Program, module: fx.GraphModule, inputs: Tensor, targets: Tensor) -> Tensors:
-    """The value of every node of the training graph that is a tensor."""
-    arguments = _arguments(program, *program.init())
-    record = _Record(module)
-    with torch.no_grad():
-        record.run(*arguments, inputs, targets, torch.tensor(0), 0)
-    return record.values
-
-
-class _Record(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self.values: Tensors = {}
-
-    def run_node(self, node: fx.Node) -> Any:
-        value = super().run_node(node)
-        if isinstance(value, Tensor) and node.op != "output":
-            self.values[node.name] = value.detach().clone()
-        return value
-
-
-def _untouched(node: fx.Node) -> BatchLayout | None:
-    """A tensor that no example changes, but that has one row for each, as zeros of the batch's size have."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return None
-    axes = _symbolic_axes(value)
-    plain = len(axes) == 1 and _factor(value.shape[axes[0]]) == 1
-    return BatchLayout(axes[0], 1, 1) if plain else None
-
-
-def _factor(size: Any) -> int | None:
-    """The k of a symbolic size k * B; None for another expression."""
-    expression = size.node.expr
-    symbols = list(expression.free_symbols)
-    if len(symbols) != 1:
-        return None
-    factor = expression / symbols[0]
-    return int(factor) if factor.is_Integer else None
-
-
-def _layout(marks: list[Tensor], shape: torch.Size, value: Any, batch: int) -> BatchLayout | None:
-    """The layout that explains which elements each example changed; None if there is none."""
-    axes = _symbolic_axes(value) if isinstance(value, Tensor) else []
-    for axis in axes or range(len(shape)):
-        if shape[axis] % batch:
-            continue
-        factor = shape[axis] // batch
-        # an element that is changed by example j lies in a row of the axis that belongs to j
-        rows = torch.stack([mark.movedim(axis, 0).reshape(shape[axis], -1).any(1) for mark in marks])
-        for outer in (n for n in range(1, factor + 1) if factor % n == 0):
-            owner = torch.arange(batch).repeat_interleave(factor // outer).repeat(outer)
-            if not bool((rows & (owner[None, :] != torch.arange(batch)[:, None])).any()):
-                return BatchLayout(axis, outer, factor // outer)
-    return None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mycelia.engine.transforms.taps import BatchLayout, Reads, Site, Tap
+from mycelia.engine.transforms.batch_layouts import BatchLayout
+from mycelia.engine.transforms.taps import Reads, Site, Tap
 
 __all__ = [
     "Cost",
@@ -47,7 +48,7 @@ class Use:
         grad: the gradient of its result [B, ...].
         shape: shape of the argument.
         room: what is left for per-example gradients that are kept until the sum.
-        formed: the per-example gradient [B, *shape], once formed and kept.
+        formed: the gradients of the examples, once formed and kept: a few [n, *shape] at a time, in order.
     """
 
     tap: Tap
@@ -56,7 +57,7 @@ class Use:
     grad: Tensor
     shape: tuple[int, ...]
     room: Room
-    formed: Tensor | None = field(default=None, repr=False)
+    formed: Sequence[Tensor] | None = field(default=None, repr=False)
 
     @property
     def batch(self) -> int:
@@ -68,11 +69,26 @@ class Use:
         """Whether the per-example gradient may be kept."""
         return self._bytes() <= self.room.left
 
-    def keep(self, formed: Tensor) -> None:
-        """Keep the per-example gradient until the sum, if there is room."""
-        if self.formed is None and self.fits:
-            self.room.left -= self._bytes()
-            self.formed = formed
+    def form(self, parts: Iterable[Tensor]) -> Tensor:
+        """Squared norms [B] of gradients that are formed a few [n, *shape] at a time.
+
+        They are kept until the sum if there is room, as they come: joined they would be in memory twice.
+        """
+        if not self.fits:
+            return torch.cat([norm2(part) for part in parts])
+        self.room.left -= self._bytes()
+        self.formed, squares = [], []
+        for part in parts:
+            self.formed.append(part)
+            squares.append(norm2(part))  # while the part is in the cache
+        return torch.cat(squares)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """The sum of factor [B] times the gradients that were kept."""
+        parts = self.formed or []
+        each = factors.split([len(part) for part in parts])
+        sums = [weighted_sum(part, own) for part, own in zip(parts, each, strict=True)]
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
     def release(self) -> None:
         """Let go of what the per-example gradient was made of, once that is kept."""
@@ -82,7 +98,8 @@ class Use:
     def select(self, keep: Tensor) -> None:
         """Make the rows of the examples that are not kept zero, whatever they hold."""
         if self.formed is not None:
-            self.formed = selected(self.formed, keep)
+            each = keep.split([len(part) for part in self.formed])
+            self.formed = [selected(part, own) for part, own in zip(self.formed, each, strict=True)]
         else:
             self.values = tuple(selected(value, keep) for value in self.values)
             self.grad = selected(self.grad, keep)
@@ -98,7 +115,7 @@ class Use:
     def tiles(self, each: int) -> Iterator[Use]:
         """A few examples at a time; `each`: bytes that one of them will take."""
         step = max(1, _TILE // max(1, each))
-        for first in range(0, self.batch, step):
+        for first in range(0, max(1, self.batch), step):
             rows = slice(first, first + step)
             values = tuple(value[rows] for value in self.values)
             yield replace(self, values=values, grad=self.grad[rows], formed=None)
@@ -200,17 +217,12 @@ class Formed(ABC):
 
     def norm2(self, use: Use) -> Tensor:
         """Squared gradient norm of each example [B]."""
-        return norm2(self._kept(use))
+        return use.form([self.grad(use)])
 
     def total(self, use: Use, factors: Tensor) -> Tensor:
         """Sum over the examples of factor [B] times gradient."""
-        return weighted_sum(self._kept(use), factors)
+        return weighted_sum(self.grad(use), factors) if use.formed is None else use.weighted_sum(factors)
 
     def cost(self, use: Use) -> Cost:
         """Always formed."""
         return Cost("formed", 1, torch.Size(use.shape).numel())
-
-    def _kept(self, use: Use) -> Tensor:
-        grad = self.grad(use) if use.formed is None else use.formed
-        use.keep(grad)
-        return grad

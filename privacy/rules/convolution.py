@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mycelia.engine.transforms.taps import Reads
-from mycelia.privacy.rules.base import Cost, Operator, Use, norm2, weighted_sum
+from mycelia.privacy.rules.base import Cost, Operator, Use
 from mycelia.privacy.rules.linear import Bias, ghost_pays
 
 __all__ = ["OPERATORS", "Convolution"]
@@ -53,24 +53,14 @@ class Convolution:
                 inner = torch.matmul(columns.transpose(-1, -2), columns)
                 found.append((inner * torch.matmul(g.transpose(-1, -2), g)).sum((1, 2, 3)))
             return torch.cat(found)
-        if use.batch != self._sides(use)[0].shape[0]:  # rows of one example add up before the norm
-            use.keep(formed := self.grad(use))
-            return norm2(formed)
-        if not use.fits:
-            return torch.cat([norm2(part) for part in self._formed(use)])
-        formed = use.grad.new_empty(use.batch, *use.shape)
-        squares, first = [], 0
-        for part in self._formed(use):  # the norm of a tile while it is in the cache
-            squares.append(norm2(part))
-            formed[first : first + len(part)] = part
-            first += len(part)
-        use.keep(formed)
-        return torch.cat(squares)
+        if use.batch != len(self._sides(use)[0]):  # rows of one example add up before the norm
+            return use.form([self.grad(use)])
+        return use.form(self._formed(use))
 
     def total(self, use: Use, factors: Tensor) -> Tensor:
         """Sum over the examples of factor [B] times gradient."""
         if use.formed is not None:
-            return weighted_sum(use.formed, factors)
+            return use.weighted_sum(factors)
         value, g, _ = self._sides(use)
         repeats = value.shape[0] // use.batch
         each = factors.repeat_interleave(repeats) if repeats > 1 else factors

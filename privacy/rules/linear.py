@@ -22,7 +22,6 @@ from mycelia.privacy.rules.base import (
     aligned,
     norm2,
     reduced,
-    weighted_sum,
 )
 
 __all__ = ["OPERATORS", "Bias", "Linear", "Stacked", "alone", "ghost_pays", "product_norm2", "rows"]
@@ -72,11 +71,8 @@ class Linear:
         """Squared gradient norm of each example [B]."""
         cost = self.cost(use)
         if cost.form == "formed":
-            if use.fits:
-                use.keep(formed := self.grad(use))
-                return norm2(formed)
             parts = use.tiles(cost.entries * use.grad.element_size())
-            return torch.cat([norm2(self.grad(part)) for part in parts])
+            return use.form(self.grad(part) for part in parts)
         if cost.form == "product":
             g, a = self.factors(use)
             return norm2(g) * norm2(a)
@@ -86,7 +82,7 @@ class Linear:
     def total(self, use: Use, factors: Tensor) -> Tensor:
         """Sum over the examples of factor [B] times gradient."""
         if use.formed is not None:
-            return weighted_sum(use.formed, factors)
+            return use.weighted_sum(factors)
         if not alone(use.shape):
             weighted = use.grad * factors.to(use.grad.dtype).reshape(-1, *[1] * (use.grad.dim() - 1))
             parts = replace(use, grad=weighted).tiles(self.cost(use).entries * use.grad.element_size())
@@ -149,6 +145,8 @@ class Bias(Formed):
     def grad(self, use: Use) -> Tensor:
         """The gradient of each example [B, p]."""
         g = use.grad
+        if g.shape[1:] == use.shape:
+            return g
         axis = self.axis if self.axis < 0 else self.axis + 1
         moved = g.movedim(axis, -1)
         each = moved.reshape(g.shape[0], -1, moved.shape[-1]).sum(1)
