@@ -130,8 +130,8 @@ class Convolution:
         count = len(g)
         if not count:
             return g.new_empty(0, *use.shape)
-        side_by_side = (part.reshape(1, -1, *part.shape[2:]) for part in (value, g))
-        return self._gradient(use, *side_by_side, count).reshape(count, *use.shape)
+        value, g = (part.reshape(1, -1, *part.shape[2:]) for part in (value, g))
+        return self._gradient(use, value, g, count).reshape(count, *use.shape)
 
     def _gradient(self, use: Use, value: Tensor, g: Tensor, sets: int) -> Tensor:
         """The sum over rows of the gradient; `sets` of channels have a weight each."""
