@@ -34,6 +34,7 @@ AbortReason = Literal[
     "budget_over",
     "client_failed",
     "merge_failed",
+    "secure_sum",
     "cancelled",
 ]
 
@@ -151,5 +152,9 @@ _ADVICE: Mapping[AbortReason, tuple[str, str]] = {
     "budget_over": ("a round ends within round.budget_s", "raise round.budget_s"),
     "client_failed": ("round.on_failure = 'abort' lets no client fail", "use drop, retry or replace"),
     "merge_failed": ("a model that is not sound is never published", "look at the cause"),
+    "secure_sum": (
+        "a secure sum opens for enough clients, whole, or not at all",
+        "look at the cause; lower round.quorum, or raise secure_sum.dropout",
+    ),
     "cancelled": ("", ""),
 }

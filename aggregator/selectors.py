@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from inspect import isclass, signature
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Protocol
@@ -11,15 +12,17 @@ from typing import Annotated, Any, ClassVar, Protocol
 import numpy as np
 from pydantic import Field
 
-from mycelia.engine.config import Strict, load_config, nearest
+from mycelia.engine.config import Strict, load_config
 from mycelia.engine.errors import ConfigError
-from mycelia.engine.plugins import resolve
+from mycelia.engine.plugins import chosen, resolve
 from mycelia.engine.rng import generator
+from mycelia.privacy.sampling import groups_of
 
 __all__ = [
     "SELECTORS",
     "Availability",
     "Available",
+    "CyclicPoisson",
     "Ids",
     "Poisson",
     "Selector",
@@ -157,6 +160,46 @@ class Poisson(_Selector):
         return _take(ids, np.concatenate([np.empty(0, dtype=np.int64), *blocks]))
 
 
+class CyclicPoisson(_Selector):
+    """A coin for each client of one group, the groups taking turns; the coin's probability is groups x k/N.
+
+    Clients are in the group that their id hashes to, so a client comes back after `groups` rounds at the
+    soonest, which correlated noise of as many bands is made for (Choquette-Choo et al., "(Amplified) banded
+    matrix factorization", NeurIPS 2023). `mycelia.privacy.sampling.CyclicPoisson` accounts for it.
+    """
+
+    fixed_size: ClassVar[bool] = False
+
+    groups: Annotated[int, Field(ge=1)]
+
+    def select(
+        self,
+        ids: Ids,
+        k: int,
+        *,
+        round: int,
+        seed: int,
+        weights: np.ndarray[Any, Any] | None = None,
+        available: Available | None = None,
+    ) -> np.ndarray[Any, Any]:
+        """See `Selector.select`; k is the expected number over all rounds, as groups differ in size."""
+        n, k = len(ids), k * self.groups
+        if k > n:
+            raise ConfigError(
+                f"{k // self.groups} expected of {n} clients in {self.groups} groups",
+                rule="the rate in a group, cohort times groups over the clients, is at most 1",
+                fix="lower selector.groups or the cohort",
+                who="cohort",
+            )
+        coins = generator(seed, _PURPOSE, round=round)
+        found = [np.empty(0, dtype=np.int64)]
+        for start in _starts(n):
+            places = np.arange(start, min(start + _BLOCK, n))
+            active = groups_of(_numbered(_take(ids, places)), self.groups) == round % self.groups
+            found.append(places[active & (coins.random(len(places)) * n < k)])
+        return _take(ids, np.concatenate(found))
+
+
 class Availability(_Selector):
     """Uniform over the clients that can be reached now."""
 
@@ -182,7 +225,13 @@ class Availability(_Selector):
 
 
 SELECTORS: Mapping[str, type[_Selector]] = MappingProxyType(
-    {"availability": Availability, "poisson": Poisson, "uniform": Uniform, "weighted": Weighted}
+    {
+        "availability": Availability,
+        "cyclic-poisson": CyclicPoisson,
+        "poisson": Poisson,
+        "uniform": Uniform,
+        "weighted": Weighted,
+    }
 )
 
 
@@ -197,10 +246,8 @@ def build(name: str, **options: Any) -> Selector:
     """
     if ":" in name:
         return _user_made(name, options)
-    if name not in SELECTORS:
-        raise ConfigError(f"there is no selector '{name}'", fix=nearest(name, SELECTORS))
-    selector: Any = load_config(SELECTORS[name], options)
-    return selector  # type: ignore[no-any-return]
+    kind: Any = chosen(SELECTORS, name, kind="selector", who="selector")
+    return load_config(kind, options)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -230,6 +277,14 @@ def _user_made(name: str, options: Mapping[str, Any]) -> Selector:
     if not callable(getattr(selector, "select", None)) or not hasattr(selector, "fixed_size"):
         raise ConfigError(f"{name} gives {selector!r}", rule="a selector has select and fixed_size")
     return selector  # type: ignore[no-any-return]
+
+
+def _numbered(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Names as numbers that depend on nothing else."""
+    if ids.dtype.kind in "iu":
+        return ids
+    digests = (blake2b(str(name).encode(), digest_size=8).digest() for name in ids)
+    return np.array([int.from_bytes(digest, "little") >> 1 for digest in digests], dtype=np.int64)
 
 
 def _starts(n: int) -> Iterable[int]:

@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, Entry] = {
     "train": Entry("mycelia.cli.train", "command", "Train a model centrally."),
     "report": Entry("mycelia.cli.report", "command", "Make the HTML and JSON report of a run."),
     "privacy": Entry("mycelia.cli.privacy", "app", "Compute, calibrate and show what is spent of privacy."),
+    "enrol": Entry("mycelia.cli.enrol", "app", "Enrol servers and devices, renew or revoke their keys."),
     "bench": Entry("mycelia.cli.bench", "app", "Measure what a protocol costs on this machine."),
     "runs": Entry("mycelia.cli.runs", "app", "List, compare and show runs."),
 }

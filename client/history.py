@@ -37,13 +37,18 @@ class ClientHistory:
     signed: Mapping[bytes, bytes] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, records: Iterable[Record]) -> ClientHistory:
+    def read(cls, records: Iterable[Record], past: ClientHistory | None = None) -> ClientHistory:
         """The facts in these records.
+
+        Args:
+            records: of a journal, in order.
+            past: the facts in those before them.
 
         Raises:
             SecureSumError: `JOURNAL`: a record that is none, or a history that contradicts itself.
         """
-        epoch, highest, rounds, signed = 0, dict[str, tuple[int, int]](), set(), dict[bytes, bytes]()
+        past = past or cls()
+        epoch, highest, rounds, signed = past.epoch, dict(past.highest), set(past.rounds), dict(past.signed)
         for record in records:
             reader = Reader(record.body, _tag(record.kind), _LIMIT, Reason.JOURNAL)
             job, place, session_id = reader.text(), (reader.integer(), reader.integer()), reader.hash()

@@ -113,6 +113,9 @@ class _Held(NamedTuple):
     b: bytes
     s: bytes
 
+    def __repr__(self) -> str:
+        return "_Held(…)"
+
 
 class _Answered(NamedTuple):
     """A message of the server, and what it was answered with."""
@@ -121,7 +124,7 @@ class _Answered(NamedTuple):
     effects: tuple[Send | SendStream, ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Session:
     """What a client knows while the session lasts; it is forgotten as a whole.
 
@@ -247,7 +250,7 @@ class SecureSumClient:
                 case _:
                     return []  # chunks and closing are the server's
         except _Refused as refused:
-            return [Refuse(SERVER, refused.error)]
+            return [Refuse(SERVER, refused.error.without_frames())]
         except SecureSumError as error:
             return self._stop(error)
         except ConfigError as error:
@@ -637,7 +640,7 @@ class SecureSumClient:
         """Leave, and tell the server why if it is known to be one."""
         config, phase = self._config, self.phase
         self._erase()
-        error.phase = error.phase or phase
+        error.without_frames().phase = error.phase or phase
         if error.client not in (None, self.client):  # it is about another, and it is this one that leaves
             error.owner = error.client
         error.client = self.client

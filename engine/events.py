@@ -30,6 +30,7 @@ __all__ = [
     "RunFinished",
     "RunStarted",
     "Scalars",
+    "SecureSum",
     "Spread",
     "SystemLoad",
     "Text",
@@ -155,6 +156,51 @@ class Outcomes(Event):
 
     round: int
     clients: Sequence[Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class SecureSum(Event):
+    """How the sum of a round was made, or why there is none. Nothing in it is about one client's numbers.
+
+    Args:
+        round: its number, from 1.
+        masked: whether there were masks.
+        failed: the reason without a sum, else "".
+        attempts: how many it took; 0 where the round ended before the sum began.
+        asked: clients that were asked.
+        survivors: clients in the sum.
+        n_min: the fewest that a sum is opened for.
+        dropped: clients that vanished, by phase of the protocol.
+        faults: messages refused and clients that left, by reason.
+        phase_ms: wall time of each phase.
+        bytes_up: all that clients sent in the attempt that opened it.
+        bytes_down: all that the server sent in it, without the model.
+        upload_bytes: header and vector of one client.
+        share_bytes: the shares of one client.
+        settings: threat, neighbours, threshold, bits, dimension, weight_max and noise.
+        transcript_sha256: hash of the session; "" without masks.
+        clipped: share of the coordinates that were cut off, where that is told.
+    """
+
+    kind: ClassVar[str] = "secure_sum"
+
+    round: int
+    masked: bool = True
+    failed: str = ""
+    attempts: int = 0
+    asked: int = 0
+    survivors: int = 0
+    n_min: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    faults: Mapping[str, int] = field(default_factory=dict)
+    phase_ms: Mapping[str, float] = field(default_factory=dict)
+    bytes_up: int = 0
+    bytes_down: int = 0
+    upload_bytes: int = 0
+    share_bytes: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    transcript_sha256: str = ""
+    clipped: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +357,7 @@ class RunFinished(Event):
 KINDS: Mapping[str, type[Event]] = {
     event.kind: event
     for event in (
-        RunStarted, Resumed, Scalars, Round, Outcomes, Evaluation, Partition, Spread, Histogram, Image, Text,
-        Privacy, SystemLoad, CheckpointSaved, WarningRaised, RunFinished,
+        RunStarted, Resumed, Scalars, Round, Outcomes, SecureSum, Evaluation, Partition, Spread, Histogram,
+        Image, Text, Privacy, SystemLoad, CheckpointSaved, WarningRaised, RunFinished,
     )
 }  # fmt: skip

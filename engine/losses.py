@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mycelia.engine.errors import ConfigError
-from mycelia.engine.plugins import is_reference, nearest, resolve
+from mycelia.engine.plugins import chosen, is_reference, resolve
 
 __all__ = ["LOSSES", "Loss", "bce", "cross_entropy", "get", "mae", "mse"]
 
@@ -68,16 +68,9 @@ def get(name: str) -> Loss:
     >>> get("mse").__name__
     'mse'
     """
-    if name in LOSSES:
-        return LOSSES[name]
     if is_reference(name):
         return resolve(name, kind="loss")
-    raise ConfigError(
-        f"no loss is called {name!r}",
-        rule=f"one of {', '.join(LOSSES)}, or package.module:function",
-        fix=nearest(name, LOSSES),
-        who="loss",
-    )
+    return chosen(LOSSES, name, kind="loss", who="loss", also="package.module:function")
 
 
 def _mean(values: Tensor) -> Tensor:

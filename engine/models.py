@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mycelia.engine.errors import ConfigError
-from mycelia.engine.plugins import check_options, is_reference, nearest, resolve
+from mycelia.engine.plugins import check_options, chosen, is_reference, resolve
 from mycelia.engine.rng import derive
 
 __all__ = ["MODELS", "build"]
@@ -49,17 +49,11 @@ def build(
     1663370
     """
     who = f"model {name!r}"
-    if name in MODELS:
-        factory: Callable[..., Any] = MODELS[name]
-    elif is_reference(name):
+    factory: Callable[..., Any]
+    if is_reference(name):
         factory = resolve(name, kind="model")
     else:
-        raise ConfigError(
-            f"no model is called {name!r}",
-            rule=f"one of {', '.join(MODELS)}, or package.module:function",
-            fix=nearest(name, MODELS),
-            who="model",
-        )
+        factory = chosen(MODELS, name, kind="model", who="model", also="package.module:function")
     shape = tuple(int(size) for size in input_shape)
     if any(size < 1 for size in shape):
         raise ConfigError(f"an example has shape {shape}", rule="sizes are at least 1", who=who)

@@ -94,7 +94,7 @@ def check_options(
         ) from None
 
 
-def chosen(table: Mapping[str, _T], name: str, *, kind: str, who: str) -> _T:
+def chosen(table: Mapping[str, _T], name: str, *, kind: str, who: str, also: str = "") -> _T:
     """The entry of a table that a configuration names.
 
     Args:
@@ -102,6 +102,7 @@ def chosen(table: Mapping[str, _T], name: str, *, kind: str, who: str) -> _T:
         name: what was asked for.
         kind: what an entry is, as the message says it.
         who: the setting.
+        also: what may be named beside the entries, such as "package.module:function".
 
     Raises:
         ConfigError: there is none of that name.
@@ -109,7 +110,7 @@ def chosen(table: Mapping[str, _T], name: str, *, kind: str, who: str) -> _T:
     if name not in table:
         raise ConfigError(
             f"no {kind} is called {name!r}",
-            rule=f"one of {', '.join(table)}",
+            rule=f"one of {', '.join(table)}{also and f', or {also}'}",
             fix=nearest(name, table),
             who=who,
         )

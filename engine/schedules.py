@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mycelia.engine.errors import ConfigError
-from mycelia.engine.plugins import check_options, nearest
+from mycelia.engine.plugins import check_options, chosen
 
 __all__ = [
     "SCHEDULES",
@@ -148,14 +148,7 @@ def build(name: str, *, warmup_steps: int = 0, **options: Any) -> Schedule:
     >>> rate(torch.tensor(5)).item(), rate(torch.tensor(10)).item()
     (0.05, 0.1)
     """
-    if name not in SCHEDULES:
-        raise ConfigError(
-            f"no schedule is called {name!r}",
-            rule=f"one of {', '.join(SCHEDULES)}",
-            fix=nearest(name, SCHEDULES),
-            who="schedule",
-        )
-    factory = SCHEDULES[name]
+    factory = chosen(SCHEDULES, name, kind="schedule", who="schedule")
     check_options(factory, options, who=f"schedule {name!r}")
     schedule = factory(**options)
     return warmup(schedule, warmup_steps) if warmup_steps else schedule

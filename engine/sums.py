@@ -41,10 +41,15 @@ class TermSpec:
     Attributes:
         size: number of entries.
         max_abs: bound on an entry's size; a client beyond it is rejected.
+        grain: a secure sum carries the term as whole numbers of this, each beside the vector: for counts and
+            other few numbers of a wide range. None: its entries are part of the vector.
+        own_weight: whether its weight may differ from that of the client, the first term's.
     """
 
     size: int
     max_abs: float
+    grain: float | None = None
+    own_weight: bool = False
 
 
 @dataclass(frozen=True)

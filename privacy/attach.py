@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mycelia.engine.errors import ConfigError
+from mycelia.engine.tracing import Loss
 from mycelia.engine.types import Tensors
 from mycelia.privacy import schedules
 from mycelia.privacy.accounting import UNSTATED
@@ -27,6 +28,7 @@ from mycelia.privacy.adam_bc import AdamBC
 from mycelia.privacy.budget import Budget
 from mycelia.privacy.clip import ClipFunction, QuantileClip
 from mycelia.privacy.factorisation import Strategy, planned
+from mycelia.privacy.groups import Group, Unit
 from mycelia.privacy.ledger import Ledger
 from mycelia.privacy.noise.base import Mechanism
 from mycelia.privacy.noise.discrete_gaussian import DiscreteGaussian
@@ -36,7 +38,7 @@ from mycelia.privacy.parallel import ranks_of
 from mycelia.privacy.releases import AnyClip, Releases, ReleaseSettings
 from mycelia.privacy.sampling import Sampler
 from mycelia.privacy.schedules import NoiseSchedule
-from mycelia.privacy.settings import Loss, Settings
+from mycelia.privacy.settings import Settings
 from mycelia.privacy.training import PrivateBatch, PrivateLoss, PrivateTraining
 
 __all__ = [
@@ -71,6 +73,7 @@ class Options(TypedDict, total=False):
     backend: str
     strict: bool
     group: Any
+    unit: Unit
 
 
 def attach(
@@ -93,6 +96,7 @@ def attach(
     backend: str = "auto",
     strict: bool = False,
     group: Any = None,
+    unit: Unit = "example",
 ) -> PrivateTraining:
     """Make an ordinary optimiser private; neither it nor the model is wrapped.
 
@@ -114,7 +118,8 @@ def attach(
         ledger: where updates are recorded when there is no budget; a budget has its own.
         source: of draws and noise, and of one training alone; the operating system's by default.
         mechanism: the noise; by default `DiscreteGaussian` with a source of the operating system, `Gaussian`
-            with a seeded one or with a factorisation.
+            with a seeded one. With a factorisation the discrete one has `sampler="rounded"`, see
+            `factorisation.CorrelatedNoise`.
         factorisation: DP-FTRL: correlates the noise of the updates. The sampler is `MinSep`, and the run one
             Gaussian release; or `CyclicPoisson` with a `Banded` strategy, and sampling amplifies.
         steps: planned updates of a factorisation, where the sampler does not end by itself.
@@ -122,6 +127,8 @@ def attach(
         backend: see `clipped_grad`.
         strict: see `clipped_grad`.
         group: the process group of `torch.distributed`; the default one where that was started.
+        unit: "example", or a `Group(k)` to clip the mean gradient of k examples: sampler, population and
+            `expected_batch` then count groups, and a budget's relation is "replace-one" or "zero-out".
 
     Raises:
         ConfigError: settings that contradict each other, or parameters the optimiser does not have.
@@ -131,11 +138,11 @@ def attach(
             "a budget and a ledger", rule="a budget has its own ledger", fix="leave ledger out", who="attach"
         )
     _check_kinds(sampler, clip, factorisation)
+    grouped = _grouped(unit, budget, backend)
     if factorisation is not None:
         sampler, plan = planned(factorisation, sampler, steps)
         steps = plan.steps
-        _check_factorised(factorisation, clip, clip_schedule, noise, mechanism, optimizer)
-        mechanism = Gaussian()
+        _check_factorised(factorisation, clip, clip_schedule, noise, optimizer)
     elif steps is not None or getattr(sampler, "sensitivity", None):
         raise ConfigError(
             "planned steps, or a sampler with a sensitivity, and no factorisation",
@@ -149,12 +156,15 @@ def attach(
     ranks = ranks_of(group, device)
     source = ranks.one_source(source if source is not None else NoiseSource.os())
     if mechanism is None:
-        mechanism = DiscreteGaussian() if source.kind == "os" else Gaussian()
+        safe = DiscreteGaussian() if factorisation is None else DiscreteGaussian(sampler="rounded")
+        mechanism = safe if source.kind == "os" else Gaussian()
     asked = ReleaseSettings(
-        sampler, clip, noise, expected_batch, mechanism, clip_schedule, factorisation, steps
+        sampler, clip, noise, expected_batch, mechanism, clip_schedule, factorisation, steps, grouped
     )
-    releases = Releases(asked, budget, _book(budget, ledger, source), source)
-    return PrivateTraining(model, optimizer, Settings(loss_fn, regulariser, backend, strict), releases, ranks)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    releases = Releases(asked, budget, _book(budget, ledger, source), source, size)
+    settings = Settings(loss_fn, regulariser, backend, strict, grouped)
+    return PrivateTraining(model, optimizer, settings, releases, ranks)
 
 
 def DPSGD(
@@ -302,6 +312,34 @@ def _check_kinds(sampler: object, clip: object, factorisation: object) -> None:
             )
 
 
+def _grouped(unit: Unit, budget: Budget | None, backend: str) -> Group | None:
+    """The group whose mean is clipped; None where each example is clipped by itself."""
+    if not isinstance(unit, Group):
+        if unit == "example":
+            return None
+        raise ConfigError(
+            f"unit is {unit!r}",
+            rule='a training loop clips each example ("example"), or the mean of a Group',
+            fix="a budget says whom ε is about: Budget(..., unit=...)",
+            who="attach",
+        )
+    if budget is not None and budget.unit != "example":
+        raise ConfigError(
+            f"{unit}, and a budget for the unit {budget.unit!r}",
+            rule="a group holds examples",
+            fix='make the budget with unit="example"',
+            who="attach",
+        )
+    if backend == "opacus":
+        raise ConfigError(
+            f"{unit} with the backend 'opacus'",
+            rule="its hooks know one row for each example",
+            fix='use "auto"',
+            who="attach",
+        )
+    return unit
+
+
 def _public_batch(sampler: Sampler, given: float | None) -> float:
     """The public number that sums are divided by."""
     if given is None:
@@ -345,15 +383,13 @@ def _check_clip(
 
 def _check_factorised(
     strategy: Strategy, clip: AnyClip, clip_schedule: NoiseSchedule | None, noise: float | NoiseSchedule,
-    mechanism: Mechanism | None, optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
 ) -> None:  # fmt: skip
     """Refuse what one release of the whole run cannot have."""
     for found, fix in (
         ("a clip bound that moves" * (isinstance(clip, QuantileClip) or clip_schedule is not None),
          "use a fixed one, such as Abadi(bound)"),
         ("a noise schedule" * callable(noise), "use one noise multiplier"),
-        (f"{mechanism.name} noise" * (not isinstance(mechanism, Gaussian)) if mechanism else "",
-         "leave mechanism out: correlated noise is Gaussian"),
         ("AdamBC" * isinstance(optimizer, AdamBC), "use DPAdam: it knows independent noise alone"),
     ):  # fmt: skip
         if found:

@@ -344,7 +344,7 @@ class ZcdpMonitor(_Monitor):
         for event in self.ledger:
             if event.mechanism not in ("gaussian", "discrete-gaussian"):
                 return math.inf
-            z = event.noise_multiplier / (event.max_examples * (2 if event.relation == "replace-one" else 1))
+            z = event.noise_multiplier / (event.max_examples * event.reach)
             total += event.count / (2 * z * z) if z else math.inf
         return total
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.privacy.accounting import Statement
 from mycelia.privacy.accounting import epsilon as account
+from mycelia.privacy.groups import Unit
 from mycelia.privacy.sampling import Poisson, Sampler
 from mycelia.privacy.schedules import NoiseSchedule
 
@@ -60,7 +61,7 @@ def calibrate(
     noise_multiplier: float | None = None,
     steps: int | None = None,
     sampling_rate: float | None = None,
-    unit: str = "example",
+    unit: Unit = "example",
     max_examples: int = 1,
     accountant: str = "auto",
     schedule: str | NoiseSchedule | None = None,

@@ -30,7 +30,6 @@ from mycelia.privacy.clipped_grad import ClippedGrad, clipped_grad
 from mycelia.privacy.factorisation import Plan as Horizon
 from mycelia.privacy.factorisation import fitted, planned
 from mycelia.privacy.ledger import FILE, Ledger
-from mycelia.privacy.noise.gaussian import Gaussian
 from mycelia.privacy.noise.source import NoiseSource
 from mycelia.privacy.optimizers import NoiseAware
 from mycelia.privacy.releases import Mean, Releases, ReleaseSettings
@@ -115,7 +114,7 @@ def plan_training(config: CentralPrivacy, *, batch_size: int, examples: int, ste
         clip=config.clip_function(),
         noise=config.noise_at(z),
         expected_batch=float(batch_size),
-        mechanism=config.noise() if strategy is None else Gaussian(),
+        mechanism=config.noise(),
         factorisation=strategy,
         steps=horizon,
     )
@@ -164,12 +163,10 @@ class PrivateUpdates:
         self._device = next((tensor.device for tensor in params.values()), torch.device("cpu"))
         self.carry = initial_carry(buffers, trainer.optimizer, params, clip_norm=0)
         config, source = plan.config, _source(plan.config, trainer.seed, run)
-        self._ledger = _ledger(source, run)
-        budget = Budget(
-            config.epsilon, config.delta, "example", plan.settings.sampler.relation, ledger=self._ledger
-        )
-        self._budget = budget
-        self._releases = Releases(plan.settings, budget, self._ledger, source)
+        relation = plan.settings.sampler.relation
+        self._budget = Budget(config.epsilon, config.delta, "example", relation, ledger=_ledger(source, run))
+        size = sum(tensor.numel() for tensor in params.values())
+        self._releases = Releases(plan.settings, self._budget, self._budget.ledger, source, size)
         self._parts: Iterator[Batch] | None = None
         self._clipped = clipped_grad(trainer.program, self._releases.clip(), backend="auto")
 
@@ -224,7 +221,7 @@ class PrivateUpdates:
 
     def state(self) -> Mapping[str, Any]:
         """See `Updates`."""
-        self._ledger.sync()
+        self._budget.ledger.sync()
         return self._releases.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -238,7 +235,7 @@ class PrivateUpdates:
 
     def events(self, step: int) -> Sequence[Event]:
         """What is spent, and how many updates are left."""
-        said = str(self._ledger.statement(self._budget.delta))
+        said = str(self._budget.ledger.statement(self._budget.delta))
         reading = self._budget.gauge(self._releases.event(step), step)
         return (replace(reading, statement=said),)
 
@@ -252,7 +249,7 @@ class PrivateUpdates:
 
     def close(self) -> None:
         """Let go of the ledger's file."""
-        self._ledger.close()
+        self._budget.ledger.close()
 
     def _draw(self, step: int) -> Iterator[Batch]:
         return self._private.settings.sampler.draw(len(self._examples), self._releases.source, step)

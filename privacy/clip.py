@@ -18,6 +18,7 @@ from torch import Tensor
 from mycelia.engine.errors import ConfigError
 from mycelia.engine.plugins import check_options, chosen
 from mycelia.privacy.events import RELATIONS, choose
+from mycelia.privacy.groups import Group, Unit
 from mycelia.privacy.noise.base import Mechanism
 from mycelia.privacy.noise.source import NoiseSource
 
@@ -66,17 +67,19 @@ class Sensitivity:
         """The bound with its slack: what σ is divided by to give the noise multiplier z of an event."""
         return self.bound + self.slack
 
-    def under(self, relation: str) -> float:
+    def under(self, relation: str, unit: Unit = "example") -> float:
         """The bound, slack included, under a relation of neighbours.
 
         Args:
             relation: "add-remove" or "zero-out" for `total`, "replace-one" for twice that.
+            unit: what is clipped; a `Group` for twice `total` whatever the relation, as one example can turn
+                the clipped mean of its group into any other.
 
         Raises:
             ConfigError: another relation.
         """
         choose("relation", relation, RELATIONS)
-        return 2 * self.total if relation == "replace-one" else self.total
+        return 2 * self.total if relation == "replace-one" or isinstance(unit, Group) else self.total
 
     def on_grid(self, step: float, size: int) -> Sensitivity:
         """With the slack of rounding a total of `size` entries to multiples of `step`.
@@ -116,12 +119,14 @@ class Sensitivity:
             )
         return replace(self, slack=self.slack + 2 * lost / (1 - lost) * examples * self.bound)
 
-    def grouped(self) -> Sensitivity:
-        """When it is the mean of a group of examples that is clipped: twice the bound.
+    def weighted(self, weight_max: float) -> Sensitivity:
+        """When clipped contributions are multiplied by public weights of at most `weight_max`, above 0.
 
-        One example can turn the clipped mean of its group into any other vector of length `bound`.
+        Raises:
+            ConfigError: the weight is out of range.
         """
-        return replace(self, bound=2 * self.bound)
+        _check_positive("sensitivity", "weight_max", weight_max)
+        return replace(self, bound=weight_max * self.bound)
 
     def in_l1(self, size: int) -> Sensitivity:
         """The L1 sensitivity that an L2 one of `size` entries implies: sqrt(size) times it."""

@@ -42,8 +42,9 @@ class CommonPrivacy(Strict):
     """z, relative to the clip bound; left out: the least that the budget allows over all planned updates."""
     factorisation: Named | None = None
     """Noise that is correlated over the updates (DP-FTRL), e.g. { name = "blt", buffers = 4 }."""
-    mechanism: Literal["gaussian", "discrete-gaussian"] | None = None
-    """The noise; left out: gaussian with a seeded source, discrete-gaussian with the system's."""
+    mechanism: Literal["gaussian", "discrete-gaussian", "skellam"] | None = None
+    """The noise; left out: gaussian with a seeded source, discrete-gaussian, the safe mode, with the
+    system's. Shares of clients are whole numbers: discrete-gaussian, the default there, or skellam."""
     noise_source: Literal["seeded", "os"] = "seeded"
     """Seeded noise is reproducible and not for release."""
 
@@ -57,8 +58,14 @@ class CommonPrivacy(Strict):
                 return
         if self.factorisation is not None and isinstance(self.clip_function(), QuantileClip):
             yield "clip", "correlated noise has one size for the whole run; use a fixed bound such as abadi"
-        if self.factorisation is not None and self.mechanism == "discrete-gaussian":
-            yield "mechanism", "correlated noise is drawn in floating point; use gaussian, or leave it out"
+
+        if self.mechanism == "skellam" and not self.in_shares:
+            yield "mechanism", "skellam noise is added in shares of clients; use gaussian"
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether clients add the noise, each a share of what the sum has to hold."""
+        return False
 
     def clip_function(self) -> ClipFunction | PerLayer | QuantileClip:
         """The clip function.
@@ -79,9 +86,11 @@ class CommonPrivacy(Strict):
         return factorisations.build(self.factorisation.name, **self.factorisation.options)
 
     def noise(self) -> Mechanism:
-        """The mechanism of noise that is drawn for every release by itself."""
+        """The mechanism; correlated noise is rounded to the grid, and not drawn on it."""
         chosen = self.mechanism or ("discrete-gaussian" if self.noise_source == "os" else "gaussian")
-        return DiscreteGaussian() if chosen == "discrete-gaussian" else Gaussian()
+        if chosen == "gaussian":
+            return Gaussian()
+        return DiscreteGaussian(sampler="exact" if self.factorisation is None else "rounded")
 
 
 class PrivacyConfig(CommonPrivacy):
@@ -91,10 +100,16 @@ class PrivacyConfig(CommonPrivacy):
 
     unit: Literal["example", "client"]
     """Whom ε protects."""
-    model: Literal["central", "local"] = "central"
-    """Who adds the noise that protects a client: the server to the sum, or each client to what it sends."""
+    model: Literal["central", "local", "distributed"] = "central"
+    """Who adds the noise that protects a client: the server to the sum, each client to what it sends, or each
+    client a share of what the opened sum of a secure sum has to hold."""
     participation: ParticipationConfig = ParticipationConfig()
     """Limits on the rounds of a client, for correlated noise and for budgets that each client has."""
+    weight_max: Annotated[float, Field(gt=0)] | None = None
+    """Unit "client", with noise of the server: a client counts by its number of examples up to this, and the
+    noise is as much larger; left out: every client counts 1."""
+    public_sizes: bool = False
+    """Whether everybody may know how many examples each client has, which `weight_max` needs."""
     sampling_rate: Annotated[float, Field(gt=0, le=1)] | None = None
     """Unit "example" in a federation: share of its examples that a client draws in a step, public and the
     same for all; left out: local.batch_size over the mean number of examples of a client."""
@@ -105,11 +120,36 @@ class PrivacyConfig(CommonPrivacy):
         yield from found
         if found:
             return
-        if self.model == "local" and self.unit != "client":
-            yield "model", 'local noise protects clients; set unit = "client"'
+        if self.model != "central" and self.unit != "client":
+            yield "model", f'{self.model} noise protects clients; set unit = "client"'
+        if self.model == "distributed":
+            if self.mechanism == "gaussian":
+                yield "mechanism", "distributed noise is of whole numbers; use discrete-gaussian or skellam"
+            if self.factorisation is not None:
+                yield "factorisation", "the server adds correlated noise; leave it out with distributed noise"
+            if isinstance(self.clip_function(), QuantileClip):
+                yield "clip", "a quantile needs noise of the server; use a fixed bound with distributed noise"
         if self.model == "local" and self.factorisation is not None:
             yield "factorisation", "the server adds correlated noise; leave it out with local noise"
         if self.model == "local" and isinstance(self.clip_function(), QuantileClip):
             yield "clip", "a quantile needs noise of the server; use a fixed bound with local noise"
+        if self.weight_max is not None and (self.unit != "client" or self.model != "central"):
+            yield "weight_max", "clients count by weights only where they are the unit and the server noises"
+        elif self.weight_max is not None and not self.public_sizes:
+            yield (
+                "weight_max",
+                "a weight is a client's number of examples, which is private; say public_sizes = true if "
+                "everybody may know it, or leave weight_max out",
+            )
+        if self.public_sizes and self.weight_max is None:
+            yield (
+                "public_sizes",
+                "numbers of examples are there to weigh clients; set weight_max, or leave it out",
+            )
         if self.sampling_rate is not None and self.unit != "example":
             yield "sampling_rate", "a client draws examples only where they are the unit; leave it out"
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether clients add the noise, each a share of what the sum has to hold."""
+        return self.model == "distributed"

@@ -30,6 +30,7 @@ class Event:
         relation: which neighbours are told apart, one of `RELATIONS`.
         unit: whom the statement protects, one of `UNITS`.
         max_examples: most examples that one user has; 1 unless the unit is "user".
+        group: examples whose mean was clipped as one, see `groups.Group`; 1 where each was clipped by itself.
         count: how many updates, at least 1.
         step: number of the first of them, from 0.
         kind: "update", or "selection" for the best of several runs.
@@ -53,6 +54,7 @@ class Event:
     relation: str
     unit: str = "example"
     max_examples: int = 1
+    group: int = 1
     count: int = 1
     step: int = 0
     kind: str = "update"
@@ -76,7 +78,10 @@ class Event:
         _check("sampling_rate", self.sampling_rate, 0 <= self.sampling_rate <= 1, "in [0, 1]")
         z = self.noise_multiplier
         _check("noise_multiplier", z, 0 <= z < math.inf, "at least 0 and finite")
-        whole = (self.count, self.step, self.max_examples, self.period, self.uses, self.size, self.population)
+        whole = (
+            *(self.count, self.step, self.max_examples, self.group),
+            *(self.period, self.uses, self.size, self.population),
+        )
         _check("a count", whole, all(isinstance(value, int) for value in whole), "a whole number")
         _check("count", self.count, self.count >= 1, "at least 1")
         _check("step", self.step, self.step >= 0, "at least 0")
@@ -89,6 +94,14 @@ class Event:
                 rule="only a user has several examples",
                 fix='say unit="user"',
                 who="max_examples",
+            )
+        _check("group", self.group, self.group >= 1, "at least 1")
+        if self.group > 1 and (self.unit != "example" or self.relation == "add-remove"):
+            raise ConfigError(
+                f"groups of {self.group} with the unit {self.unit!r} and the relation {self.relation!r}",
+                rule="a group holds examples, and stays as it is beside the one that is replaced or left out",
+                fix='say unit="example", and "replace-one" or "zero-out"',
+                who="group",
             )
         if (self.mechanism == "curve") != bool(self.orders) or len(self.orders) != len(self.values):
             raise ConfigError(
@@ -105,6 +118,15 @@ class Event:
                 rule=f"Laplace noise is accounted with {' or '.join(_PLAIN)}",
                 who="mechanism",
             )
+
+    @property
+    def reach(self) -> float:
+        """How far one example can move a sum, in clip bounds.
+
+        2 where it is replaced by another, or where it turns the clipped mean of its group into any other: a
+        group's mean does the same in both cases. Else 1.
+        """
+        return 2.0 if self.relation == "replace-one" or self.group > 1 else 1.0
 
     @property
     def participations(self) -> int:

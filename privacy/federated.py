@@ -50,25 +50,31 @@ _VOTES = f"{PREFIX}clip_votes"
 
 @dataclass(frozen=True)
 class ClipUpdate(Stage):
-    """Clips a client's update, all terms together; its factor takes the place of the weight.
+    """Clips a client's update, all terms together; the weight is multiplied by its factor.
 
     Attributes:
         clip: the clip function.
+        weight_max: where weights are public, the most that one counts, above 0 (McMahan et al., ICLR 2018,
+            section 2.1): an update then moves the sum by at most that times the clip bound. None: all
+            weights are 1.
     """
 
     place: ClassVar[str] = "clip"
 
     clip: ClipFunction
+    weight_max: float | None = None
 
     def device(self, update: Update, sent: Sent) -> Update:
         """The clipped update.
 
         Raises:
-            ConfigError: a weight other than 1, with which a client could count for more than one.
+            ConfigError: a weight other than 1 where none is public, with which a client could count for more
+                than one; or terms of different weights.
             DataError: the update is not finite.
         """
         del sent
-        return Update(_clipped(update, self.clip, _norm(update)), update.metrics)
+        weight = _weight(update, self.weight_max)
+        return Update(_clipped(update, self.clip, _norm(update), weight), update.metrics)
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,13 @@ class AdaptiveClip(Stage):
 
     Attributes:
         clip: target, rate and noise of the count.
+        weight_max: see `ClipUpdate`; in the count every client has one vote.
     """
 
     place: ClassVar[str] = "clip"
 
     clip: QuantileClip
+    weight_max: float | None = None
 
     def terms(self) -> Mapping[str, TermSpec]:
         """Σ (b - ½) over the clients."""
@@ -98,14 +106,14 @@ class AdaptiveClip(Stage):
         """The clipped update and the client's vote.
 
         Raises:
-            ConfigError: a weight other than 1, with which a client could count for more than one.
+            ConfigError: see `ClipUpdate.device`.
             DataError: the update is not finite.
         """
         state = ClipState(float(sent.public[CLIP_BOUND]))
-        norm = _norm(update)
+        weight, norm = _weight(update, self.weight_max), _norm(update)
         vote = self.clip.signal(state, torch.tensor([norm], dtype=torch.float64))
         votes = {_VOTES: Term(torch.tensor([vote], dtype=torch.float64), 1.0)}
-        return Update(_clipped(update, self.clip.clip(state), norm) | votes, update.metrics)
+        return Update(_clipped(update, self.clip.clip(state), norm, weight) | votes, update.metrics)
 
 
 @dataclass(frozen=True)
@@ -179,9 +187,10 @@ class ServerNoise(Stage):
         source: where it comes from.
         noise_multiplier: z, the noise's standard deviation over the sensitivity. With an adaptive bound it is
             that of both releases together.
-        sensitivity: how far one client can move the sum, rounding included.
-        expected: the public number the sum is divided by: the sampling rate times the number of clients.
+        sensitivity: how far one client can move the sum, weight and rounding included.
+        expected: the public expected number of clients: the sampling rate times how many there are.
         adaptive: what moves the bound, where the stage at "clip" is an `AdaptiveClip`.
+        mean_weight: the public mean of all clients' weights; the sum is divided by `expected` times that.
     """
 
     place: ClassVar[str] = "noise"
@@ -193,6 +202,7 @@ class ServerNoise(Stage):
     sensitivity: Sensitivity
     expected: float
     adaptive: QuantileClip | None = None
+    mean_weight: float = 1.0
 
     def server(self, total: Total, public: Mapping[str, Tensor], round: int) -> tuple[Total, Tensors]:
         """The noised sum with public weights; a sum of nobody is noised like any other."""
@@ -200,7 +210,7 @@ class ServerNoise(Stage):
         sensitivity, z = self.sensitivity, self.noise_multiplier
         if self.adaptive is not None:
             state = ClipState(float(public[CLIP_BOUND]))
-            sensitivity = replace(sensitivity, bound=state.bound)
+            sensitivity = replace(sensitivity, bound=sensitivity.bound / self.adaptive.bound * state.bound)
             z = self.adaptive.gradient_multiplier(z, self.expected)
             after = self.adaptive.update(
                 state, float(sums.pop(_VOTES)), self.expected, self.mechanism, self.source, round
@@ -212,7 +222,7 @@ class ServerNoise(Stage):
             name: self.mechanism.add(tensor, std, self.source, "noise", round, name, bound=bound)
             for name, tensor in sums.items()
         }
-        return _public(noised, self.expected), changed
+        return _public(noised, self.expected, self.mean_weight), changed
 
 
 @dataclass(frozen=True)
@@ -224,9 +234,10 @@ class FactorisedNoise(Stage):
     its row out, and after a stop the rows are made again from their names.
 
     Attributes:
-        noise: the rows; its `std` is the noise multiplier times the sensitivity, rounding included.
+        noise: the rows; its `std` is the noise multiplier times the sensitivity, all rounding included.
         source: where they come from.
-        expected: the public number the sum is divided by.
+        expected: the public expected number of clients.
+        mean_weight: see `ServerNoise`.
     """
 
     place: ClassVar[str] = "noise"
@@ -235,6 +246,7 @@ class FactorisedNoise(Stage):
     noise: CorrelatedNoise
     source: NoiseSource
     expected: float
+    mean_weight: float = 1.0
     _memory: dict[str, NoiseState] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def server(self, total: Total, public: Mapping[str, Tensor], round: int) -> tuple[Total, Tensors]:
@@ -242,6 +254,7 @@ class FactorisedNoise(Stage):
 
         Raises:
             BudgetExceeded: the planned rounds are over.
+            DataError: the sum does not fit the grid of the noise.
         """
         del public
         state = self._memory.get("rows")
@@ -249,8 +262,7 @@ class FactorisedNoise(Stage):
             state = self._memory["rows"] = self.noise.init(total.sums)
         while state.step < round:
             self.noise.next(state, self.source)
-        rows = self.noise.next(state, self.source)
-        return _public({n: tensor + rows[n].double() for n, tensor in total.sums.items()}, self.expected), {}
+        return _public(self.noise.add(total.sums, state, self.source), self.expected, self.mean_weight), {}
 
 
 def rounding_slack(sensitivity: Sensitivity, form: SumFormat) -> Sensitivity:
@@ -280,21 +292,38 @@ def _difference(term: Term) -> Tensor:
     return term.values if term.minus is None else term.values - term.minus
 
 
-def _norm(update: Update) -> float:
-    """L2 norm of all terms together, in float64.
+def _weight(update: Update, weight_max: float | None) -> float:
+    """What the update counts: 1, or where weights are public the one of all its terms, up to the most.
 
     Raises:
-        ConfigError: a weight other than 1.
-        DataError: the update is not finite.
+        ConfigError: another weight.
     """
     for name, term in update.terms.items():
-        if term.weight != 1:
+        if weight_max is None and term.weight != 1:
             raise ConfigError(
                 f"the term {name} has weight {term.weight}",
                 rule="with a clip bound per client every client has weight 1",
                 fix='set weighting = "uniform" in the algorithm',
                 who="clip",
             )
+    weights = {term.weight for term in update.terms.values()}
+    if len(weights) > 1:
+        raise ConfigError(
+            f"terms of weights {sorted(weights)}",
+            rule="one public weight is that of the whole update, which is clipped as a whole",
+            fix="leave weight_max out, or use an algorithm such as fedavg",
+            who="clip",
+        )
+    weight = weights.pop() if weights else 1.0
+    return weight if weight_max is None else min(weight, weight_max)
+
+
+def _norm(update: Update) -> float:
+    """L2 norm of all terms together, without their weights, in float64.
+
+    Raises:
+        DataError: the update is not finite.
+    """
     parts = [torch.linalg.vector_norm(_difference(t), dtype=torch.float64) for t in update.terms.values()]
     norm = math.hypot(*map(float, parts))
     if not math.isfinite(norm):
@@ -302,18 +331,19 @@ def _norm(update: Update) -> float:
     return norm
 
 
-def _clipped(update: Update, clip: ClipFunction, norm: float) -> dict[str, Term]:
-    """The terms times the clip factor, which is their weight wherever a weight can be that."""
+def _clipped(update: Update, clip: ClipFunction, norm: float, weight: float) -> dict[str, Term]:
+    """The terms times the clip factor, which joins their weight wherever a weight can be that."""
     factor = float(clip(torch.tensor([norm], dtype=torch.float64)))
     if 0 < factor <= 1:
-        return {name: replace(term, weight=factor) for name, term in update.terms.items()}
+        return {name: replace(term, weight=factor * weight) for name, term in update.terms.items()}
     # 0: left out by the clip function, the client counts and moves nothing; above 1: a short update grows
-    return {name: Term(_difference(term).double() * factor, 1.0) for name, term in update.terms.items()}
+    return {name: Term(_difference(term).double() * factor, weight) for name, term in update.terms.items()}
 
 
-def _public(sums: Mapping[str, Tensor], expected: float) -> Total:
+def _public(sums: Mapping[str, Tensor], expected: float, mean_weight: float) -> Total:
     """The total as the merge sees it: nothing in it tells how many came."""
-    return Total(dict(sums), dict.fromkeys(sums, expected), max(1, round(expected)))
+    weights = dict.fromkeys(sums, expected * mean_weight)
+    return Total(dict(sums), weights, max(1, round(expected)))
 
 
 def _digest(update: Update) -> str:

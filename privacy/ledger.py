@@ -272,6 +272,7 @@ class Ledger:
             noise_multiplier=0.0,
             relation=run[0].relation,
             unit=run[0].unit,
+            group=run[0].group,
             step=last.step + last.count if last else 0,
             kind="selection",
             mechanism="curve",
@@ -303,9 +304,10 @@ class Ledger:
 
     def statements(self, delta: float, accountant: str = "auto") -> list[Statement]:
         """One statement for each relation and unit."""
-        groups: dict[tuple[str, str, int], list[Event]] = {}
+        groups: dict[tuple[str, str, int, int], list[Event]] = {}
         for event in self._events:
-            groups.setdefault((event.relation, event.unit, event.max_examples), []).append(event)
+            key = (event.relation, event.unit, event.max_examples, event.group)
+            groups.setdefault(key, []).append(event)
         return [self._stated(events, delta, accountant) for events in groups.values()]
 
     def _stated(self, events: Sequence[Event], delta: float, accountant: str) -> Statement:

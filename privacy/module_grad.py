@@ -69,12 +69,14 @@ class ModuleGrad:
 
     def _captured(self, example: tuple[Tensor, Tensor]) -> Program:
         """With a graph, unless the backend needs the module or "auto" may do without one."""
-        loss_fn, backend = self._settings.loss_fn, self._settings.backend
+        model, loss_fn, backend = self._model, self._settings.loss_fn, self._settings.backend
+        if (group := self._settings.group) is not None:
+            model, loss_fn = group.model(model), group.loss(loss_fn)
         if backend == "opacus":
-            return capture(self._model, loss_fn, example, backend="eager")
+            return capture(model, loss_fn, example, backend="eager")
         try:
-            return capture(self._model, loss_fn, example)
+            return capture(model, loss_fn, example)
         except CaptureError:
             if backend != "auto" or self._settings.strict:
                 raise
-            return capture(self._model, loss_fn, example, backend="eager")
+            return capture(model, loss_fn, example, backend="eager")

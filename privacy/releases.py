@@ -6,6 +6,7 @@ bound in force, the noise, the ledger and the budget, is here and nowhere else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from mycelia.privacy.budget import Budget
 from mycelia.privacy.clip import ClipFunction, ClipState, PerLayer, QuantileClip
 from mycelia.privacy.events import Event
 from mycelia.privacy.factorisation import CorrelatedNoise, NoiseState, Strategy
+from mycelia.privacy.groups import Group
 from mycelia.privacy.ledger import Head, Ledger
 from mycelia.privacy.noise.base import Mechanism
 from mycelia.privacy.noise.source import NoiseSource
@@ -49,6 +51,7 @@ class ReleaseSettings:
         clip_schedule: of the clip bound, or None.
         factorisation: of the noise, or None.
         steps: planned updates of a factorisation, else None.
+        group: what is clipped, where that is the mean of a group; None: each example by itself.
     """
 
     sampler: Sampler
@@ -59,6 +62,7 @@ class ReleaseSettings:
     clip_schedule: NoiseSchedule | None = None
     factorisation: Strategy | None = None
     steps: int | None = None
+    group: Group | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Mean:
 
     Attributes:
         tensors: (sum + noise) / expected batch.
-        std: standard deviation of the noise in it; of independent noise alone.
+        std: standard deviation of the noise in it; NaN where it is correlated, and no number tells it.
     """
 
     tensors: Tensors
@@ -82,6 +86,8 @@ class Releases:
         budget: asked before each, and whom and what neighbours it is about; None: nothing stops them.
         ledger: where each is recorded before it happens; the budget's own where there is one.
         source: of draws and noise, and of this run alone.
+        size: entries of a total, of all tensors that may be trained together; what rounding them adds to the
+            sensitivity is in factorised noise from the start.
 
     Attributes:
         step: releases made, and the number of the next one.
@@ -95,7 +101,12 @@ class Releases:
     """
 
     def __init__(
-        self, settings: ReleaseSettings, budget: Budget | None, ledger: Ledger, source: NoiseSource
+        self,
+        settings: ReleaseSettings,
+        budget: Budget | None,
+        ledger: Ledger,
+        source: NoiseSource,
+        size: int,
     ) -> None:
         self.settings, self.budget, self.ledger = settings, budget, ledger
         self.step, self.stopped_by = 0, ""
@@ -103,9 +114,14 @@ class Releases:
         self._memory: NoiseState | None = None
         self._planned = 0
         self._use(source)
-        std = self.event(0).noise_multiplier * self.bound()  # settings without a bound are refused now
-        strategy = settings.factorisation
-        self._correlated = CorrelatedNoise(strategy, settings.steps or 0, std) if strategy else None
+        z, bound = self.event(0).noise_multiplier, self.bound()  # settings without a bound are refused now
+        self._size, strategy, mechanism = size, settings.factorisation, settings.mechanism
+        self._correlated = None
+        if strategy is not None:
+            std = z * (bound + mechanism.slack(bound, size))
+            self._correlated = CorrelatedNoise(
+                strategy, settings.steps or 0, std, mechanism=mechanism, bound=bound
+            )
 
     @property
     def factorised(self) -> bool:
@@ -144,7 +160,7 @@ class Releases:
     def events(self, step: int, count: int) -> list[Event]:
         """The releases from a step on."""
         relation = self.budget.relation if self.budget is not None else None
-        unit = self.budget.unit if self.budget is not None else "example"
+        unit = self.settings.group or (self.budget.unit if self.budget is not None else "example")
         return self.settings.sampler.events(
             self.settings.noise, count, first_step=step, relation=relation, unit=unit, clip=self.bound(step),
             mechanism=self.settings.mechanism.name,
@@ -183,27 +199,30 @@ class Releases:
         Raises:
             BudgetExceeded: it cannot be paid for; nothing was released.
             DataError: the step was released before, with other inputs.
+            ConfigError: more is trained than factorised noise was sized for.
         """
         settings, event = self.settings, self.event(self.step)
+        size = sum(tensor.numel() for tensor in total.values())
+        if self._correlated is not None and size > self._size:
+            raise ConfigError(
+                f"{size} entries are trained, and there were {self._size}",
+                rule="factorised noise has one size for the whole run, sized for what is there at its start",
+                fix="add parameters before the training begins",
+                who="private step",
+            )
         # the same for the same sums, meaningless without the key
         name = self.source.bytes("release", self.step, f"{model_sha256(total)} {signal!r}", 16).hex()
         self._record(event, name)
-        z, bound = event.noise_multiplier, self.bound()
-        if isinstance(settings.clip, QuantileClip):
-            z = settings.clip.gradient_multiplier(z, settings.expected_batch)
-        std = z * (bound + settings.mechanism.slack(bound, sum(t.numel() for t in total.values())))
         if self._correlated is not None:
-            noise = self._row(self._correlated, total)
-            means = {n: (t + noise[n].to(t)) / settings.expected_batch for n, t in total.items()}
+            mean = self._with_row(self._correlated, total)
         else:
-            update = PrivateUpdate(settings.mechanism, std, settings.expected_batch, self.source, bound)
-            means = update.mean(total, self.step)
+            mean = self._with_noise(event.noise_multiplier, total, size)
         if isinstance(settings.clip, QuantileClip) and self.adaptive is not None:
             self.adaptive = settings.clip.update(
                 self.adaptive, signal, settings.expected_batch, settings.mechanism, self.source, self.step
             )
         self.step += 1
-        return Mean(means, std / settings.expected_batch)
+        return mean
 
     def seed(self, name: str) -> int:
         """A secret seed of the model's own randomness, such as dropout, for a part of the next step."""
@@ -290,10 +309,20 @@ class Releases:
             self.stopped_by = "budget"
             raise
 
-    def _row(self, correlated: CorrelatedNoise, total: Tensors) -> Tensors:
-        """The factorised noise of this step; its memory is made again where it is of something else."""
+    def _with_noise(self, z: float, total: Tensors, size: int) -> Mean:
+        """The mean with noise of its own, of which a quantile clip takes a part for its count."""
+        settings, bound = self.settings, self.bound()
+        if isinstance(settings.clip, QuantileClip):
+            z = settings.clip.gradient_multiplier(z, settings.expected_batch)
+        std = z * (bound + settings.mechanism.slack(bound, size))
+        update = PrivateUpdate(settings.mechanism, std, settings.expected_batch, self.source, bound)
+        return Mean(update.mean(total, self.step), std / settings.expected_batch)
+
+    def _with_row(self, correlated: CorrelatedNoise, total: Tensors) -> Mean:
+        """The mean with factorised noise; its memory is made again where it is of something else."""
         memory = self.memory
         shapes: dict[str, torch.Size] = {name: tensor.shape for name, tensor in total.items()}
         if memory is None or shapes != {name: slots.shape[1:] for name, slots in memory.slots.items()}:
             memory = self._memory = correlated.resume(total, self.step, self.source)
-        return correlated.next(memory, self.source)
+        sums = correlated.add(total, memory, self.source)
+        return Mean({name: tensor / self.settings.expected_batch for name, tensor in sums.items()}, math.nan)

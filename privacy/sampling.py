@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.events import Event
+from mycelia.privacy.groups import Group, Unit
 from mycelia.privacy.schedules import NoiseSchedule
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "TruncatedPoisson",
     "Uniform",
     "from_loader",
+    "groups_of",
 ]
 
 Ids = int | Sequence[int] | NDArray[np.int64]
@@ -124,7 +126,7 @@ class Sampler(Protocol):
         *,
         first_step: int = 0,
         relation: str | None = None,
-        unit: str = "example",
+        unit: Unit = "example",
         max_examples: int = 1,
         clip: float | None = None,
         mechanism: str = "gaussian",
@@ -147,7 +149,7 @@ class _Sampler(ABC):
         *,
         first_step: int = 0,
         relation: str | None = None,
-        unit: str = "example",
+        unit: Unit = "example",
         max_examples: int = 1,
         clip: float | None = None,
         mechanism: str = "gaussian",
@@ -159,7 +161,7 @@ class _Sampler(ABC):
             steps: updates to release, at least 0.
             first_step: number of the first of them.
             relation: neighbours to tell apart; the sampler's own by default.
-            unit: "example", "user" or "client".
+            unit: "example", "user" or "client"; or a `Group`, where the sampler draws groups of examples.
             max_examples: most examples a user has, for the unit "user".
             clip: the bound C in force.
             mechanism: the noise, see `events.MECHANISMS`.
@@ -171,14 +173,7 @@ class _Sampler(ABC):
             raise ConfigError(f"steps is {steps}", rule="at least 0", who="steps")
         if not steps:
             return []
-        asked = self.relation if relation is None else relation
-        if asked not in self.relations:
-            raise ConfigError(
-                f"{type(self).__name__} with the relation {asked!r}",
-                rule=f"it has a bound for {' and '.join(self.relations)}",
-                fix="ask for that, or use FullBatch or Poisson, which have one for all three",
-                who="relation",
-            )
+        asked = self._neighbours(relation, unit)
         first = first_step + np.arange(steps)
         values = np.asarray(z(first) if callable(z) else [z], dtype=np.float64)
         starts = np.concatenate([[0], np.flatnonzero(np.diff(values)) + 1])
@@ -187,8 +182,9 @@ class _Sampler(ABC):
             sampling=self.name,
             noise_multiplier=float(values[0]),
             relation=asked,
-            unit=unit,
+            unit="example" if isinstance(unit, Group) else unit,
             max_examples=max_examples,
+            group=unit.size if isinstance(unit, Group) else 1,
             clip=clip,
             mechanism=mechanism,
             **self._numbers(),
@@ -199,6 +195,22 @@ class _Sampler(ABC):
             )
             for i, end in zip(starts, ends, strict=True)
         ]
+
+    def _neighbours(self, relation: str | None, unit: Unit) -> str:
+        """The relation that was asked for, or the sampler's own; one that leaves groups as they are."""
+        grouped = isinstance(unit, Group)
+        known = tuple(each for each in self.relations if not (grouped and each == "add-remove"))
+        asked = relation
+        if asked is None:
+            asked = self.relation if self.relation in known or not known else known[-1]
+        if asked not in known:
+            raise ConfigError(
+                f"{type(self).__name__} with the relation {asked!r}{f' and {unit}' if grouped else ''}",
+                rule=f"it has a bound for {' and '.join(known) or 'single examples'}",
+                fix="ask for that, or use FullBatch or Poisson, which have one for all three",
+                who="relation",
+            )
+        return asked
 
     @abstractmethod
     def _numbers(self) -> dict[str, Any]:
@@ -430,7 +442,7 @@ class CyclicPoisson(_Sampler):
     def draw(self, ids: Ids, source: RandomSource, first_step: int = 0) -> Iterator[Batch]:
         """Batches without end; see `Poisson.draw`."""
         among = _numbered(ids)
-        group = _hashed(among) % np.uint64(self.bands)
+        group = groups_of(among, self.bands)
         members = [among[group == index] for index in range(self.bands)]
         rate = min(1.0, self.rate * self.bands)
         size = self.physical or _usual_size(max(len(each) for each in members), rate)
@@ -572,6 +584,20 @@ class FullBatch(_Sampler):
         return {"sampling_rate": self.rate}
 
 
+def groups_of(ids: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
+    """The group of each id, int64 [n] in [0, groups), which does not depend on who else is there.
+
+    Args:
+        ids: [n], at least 0.
+        groups: at least 1.
+    """
+    # SplitMix64's finaliser
+    value = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((value ^ (value >> np.uint64(31))) % np.uint64(groups)).astype(np.int64)
+
+
 def from_loader(loader: object) -> ShuffledEpochs:
     """The sampler that a `torch.utils.data.DataLoader` is, never a Poisson one.
 
@@ -652,14 +678,6 @@ def _some(stream: Uniform, population: int, size: int) -> NDArray[np.intp]:
     if size >= population:
         return np.arange(population)
     return np.argpartition(stream.random(population), size)[:size]
-
-
-def _hashed(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The ids mixed (SplitMix64's finaliser), so that a group does not depend on who else is there."""
-    value = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
 
 
 def _numbered(ids: Ids, population: int | None = None) -> NDArray[np.int64]:

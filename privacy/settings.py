@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from mycelia.engine.tracing import Loss
 from mycelia.engine.types import Tensors
+from mycelia.privacy.groups import Group
 
-__all__ = ["Loss", "Settings"]
-
-Loss = Callable[[Any, Tensor], Tensor]
+__all__ = ["Settings"]
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,11 @@ class Settings:
         regulariser: a term on the parameters, or None.
         backend: see `clipped_grad`.
         strict: see `clipped_grad`.
+        group: what is clipped, where that is the mean of a group.
     """
 
     loss_fn: Loss
     regulariser: Callable[[Tensors], Tensor] | None
     backend: str
     strict: bool
+    group: Group | None = None

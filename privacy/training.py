@@ -123,10 +123,11 @@ class PrivateTraining:
 
         Args:
             data: inputs [n, ...] and targets [n, ...], arrays or tensors; in data-parallel runs every process
-                has all of them, and gets its share of each batch.
+                has all of them, and gets its share of each batch. With groups of k examples as the unit,
+                batches are of groups: inputs [size, k, ...] and targets likewise.
 
         Raises:
-            DataError: inputs and targets of different length.
+            DataError: inputs and targets of different length, or of one that groups do not divide.
             BudgetExceeded: the next update is not affordable, and the budget says "raise".
         """
         inputs, targets = (torch.as_tensor(part) for part in data)
@@ -134,6 +135,8 @@ class PrivateTraining:
             raise DataError(
                 f"{len(inputs)} inputs and {len(targets)} targets", rule="one target an input", who="batches"
             )
+        if (group := self._settings.group) is not None:
+            inputs, targets = group.rows(inputs), group.rows(targets)
         for whole in self.sampler.draw(len(inputs), self._releases.source, self.steps):
             if whole.part == 0 and not self._releases.affordable(whole.step):
                 return

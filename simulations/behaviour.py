@@ -6,7 +6,7 @@ night, so that a run repeats exactly and a resumed one goes on as if it had not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -24,18 +24,26 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _DAY_S = 86_400.0
 _BITS_PER_MBIT = 1e6
-_STAGES = ("", "configure", "train", "upload")
+_STAGES = {1: "configure", 2: "train", 3: "upload"}
+_SECURE_STAGES = {1: "configure", 5: "sharing", 2: "train", 3: "upload", 6: "agree", 7: "unmask"}
+"""In the order in which a device passes them; 4 is a driver's own."""
 
 
 class Dropout(Strict):
     """Devices that vanish: an exact share of each cohort (a bare number), or a rate for each phase."""
 
     share: Share = 0.0
-    """round(share × cohort) of those asked, half up, spread evenly over the three phases. In a run whose ε is
-    about who is in a cohort, by each one's own coin instead."""
+    """round(share × cohort) of those asked, half up, spread evenly over the phases: three, and six under a
+    secure sum. In a run whose ε is about who is in a cohort, by each one's own coin instead."""
     configure: Share = 0.0
+    sharing: Share = 0.0
+    """Secure sums alone, as are the last two: before its shares are sent."""
     train: Share = 0.0
     upload: Share = 0.0
+    agree: Share = 0.0
+    """With its update in the sum, before it says who survived."""
+    unmask: Share = 0.0
+    """With its update in the sum, before it helps to open that."""
 
     @model_validator(mode="before")
     @classmethod
@@ -44,8 +52,13 @@ class Dropout(Strict):
 
     def conflicts(self) -> Iterable[tuple[str, str]]:
         """Exact or random, not both."""
-        if self.share and (self.configure or self.train or self.upload):
+        if self.share and any(getattr(self, name) for name in _SECURE_STAGES.values()):
             yield "share", "give the share of the cohort or rates for the phases, not both"
+
+    @property
+    def secure(self) -> bool:
+        """Whether devices vanish in phases that only a secure sum has."""
+        return any(getattr(self, name) for name in {*_SECURE_STAGES.values()} - {*_STAGES.values()})
 
 
 class Availability(Strict):
@@ -100,7 +113,8 @@ class Fates(NamedTuple):
 
     clients: np.ndarray[Any, np.dtype[np.int64]]
     stage: np.ndarray[Any, np.dtype[np.int8]]
-    """0: its update arrives; otherwise it vanishes in 1 configure, 2 train, 3 upload."""
+    """0: its update arrives; otherwise it vanishes in 1 configure, 2 train, 3 upload. In a secure sum also in
+    5 sharing, and behind its update in 6 agree, 7 unmask."""
     available: np.ndarray[Any, np.dtype[np.bool_]]
     """False: it could not be reached at all (stage 1)."""
     ready_s: Floats
@@ -113,7 +127,7 @@ class Fates(NamedTuple):
         stage = int(self.stage[position])
         if not self.available[position]:
             return "configure", "not available"
-        return ("configure" if stage == 1 else "train"), f"dropped out in {_STAGES[stage]}"
+        return ("configure" if stage in (1, 5) else "train"), f"dropped out in {_SECURE_STAGES[stage]}"
 
 
 class Behaviour(Strict):
@@ -180,6 +194,7 @@ class Behaviour(Strict):
         bytes_down: int = 0,
         bytes_up: int = 0,
         now_s: float = 0.0,
+        secure: bool = False,
     ) -> Fates:
         """What becomes of the clients asked together.
 
@@ -192,6 +207,7 @@ class Behaviour(Strict):
             bytes_down: size of the model sent.
             bytes_up: size of the update.
             now_s: simulated time, for day and night.
+            secure: whether there are the phases of a secure sum.
         """
         clients = np.asarray(clients, dtype=np.int64)
         n = len(clients)
@@ -199,28 +215,30 @@ class Behaviour(Strict):
             zeros = np.zeros(n)
             return Fates(clients, np.zeros(n, np.int8), np.ones(n, np.bool_), zeros, zeros)
         available = self.available(seed, clients, round=round, now_s=now_s)
-        stage, done = self._dropout(seed, clients, round, attempt)
+        stage, done = self._dropout(seed, clients, round, attempt, _SECURE_STAGES if secure else _STAGES)
         stage = np.where(available, stage, 1).astype(np.int8)
         ready = np.full(n, self.network.latency_s)
         down, train, up = self._durations(seed, clients, round, attempt, steps, bytes_down, bytes_up)
         # A device vanishes a random part of the way through its stage.
         train = train * np.where(stage == 2, done, 1.0)
         up = up * np.where(stage == 3, done, 1.0) * (stage != 2)
-        end = np.where(stage == 1, ready, ready + down + train + up)
+        end = np.where((stage == 1) | (stage == 5), ready, ready + down + train + up)
         return Fates(clients, stage, available, ready, end)
 
     def _dropout(
-        self, seed: int, clients: np.ndarray[Any, Any], round: int, attempt: int
+        self, seed: int, clients: np.ndarray[Any, Any], round: int, attempt: int, stages: Mapping[int, str]
     ) -> tuple[np.ndarray[Any, np.dtype[np.int8]], Floats]:
         stage = np.zeros(len(clients), dtype=np.int8)
         luck = uniforms(seed, f"dropout/{attempt}", clients, round=round)
         if self.dropout.share:
             lost = np.lexsort((clients, luck))[: int(self.dropout.share * len(clients) + 0.5)]
-            stage[lost] = 1 + np.arange(len(lost)) % 3
+            order = np.array([*stages], dtype=np.int8)
+            # six phases are many for a small cohort: each round begins with another, and all have their turn
+            stage[lost] = np.resize(np.roll(order, -round) if len(order) > len(_STAGES) else order, len(lost))
         else:
-            # One number decides all three: it is compared with the chance of being gone by the end of each.
-            by = 1 - np.cumprod([1 - getattr(self.dropout, name) for name in _STAGES[1:]])
-            stage = ((np.searchsorted(by, luck, side="right") + 1) % 4).astype(np.int8)
+            # One number decides all of them: it is compared with the chance of being gone by the end of each.
+            by = 1 - np.cumprod([1 - getattr(self.dropout, name) for name in stages.values()])
+            stage = np.array([*stages, 0], dtype=np.int8)[np.searchsorted(by, luck, side="right")]
         return stage, uniforms(seed, f"dropout-moment/{attempt}", clients, round=round)
 
     def _durations(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from mycelia.aggregator.effects import Abort, Configure, Effect, Evaluate, Finis
 from mycelia.aggregator.rounds import Round, candidates_for
 from mycelia.aggregator.selectors import Ids, Selector
 from mycelia.aggregator.updates import Expected, UpdateMeta
+from mycelia.engine import events
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
 from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.engine.plugins import user_code
@@ -25,9 +26,10 @@ from mycelia.engine.sums import Total
 from mycelia.engine.types import Tensors
 from mycelia.privacy.pipeline import Pipeline
 from mycelia.privacy.sampling import Participation
-from mycelia.simulations.backends import Backend, Failure
+from mycelia.simulations.backends import Backend, Failure, Outcomes
 from mycelia.simulations.behaviour import Behaviour
 from mycelia.simulations.partition import Partition
+from mycelia.simulations.secure_rounds import AFTERWARDS, Packed, SecureRounds, SumFailed, phase_of
 
 __all__ = ["Federation", "RoundReport", "Straggler"]
 
@@ -47,7 +49,9 @@ class RoundReport:
         simulated_s: length on the simulated clock.
         asked: number of requests to clients.
         survivors: number of updates in the sum.
-        sums: loss_sum, examples and steps over the survivors.
+        sums: loss_sum, examples and steps over the survivors; of a secure sum those that were opened, and the
+            steps, which say how fast this machine is.
+        secure: how the secure sum was made; None for an ordinary one.
     """
 
     round: int
@@ -58,6 +62,7 @@ class RoundReport:
     asked: int
     survivors: int
     sums: Mapping[str, float]
+    secure: events.SecureSum | None = None
 
 
 class Straggler(NamedTuple):
@@ -79,7 +84,12 @@ class _Collected:
     replan: bool = True
     rows: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
+    packed: dict[int, Packed] = field(default_factory=dict)
     asked: int = 0
+    stages: dict[int, int] = field(default_factory=dict)
+    secure: events.SecureSum | None = None
+    opened: tuple[int, ...] = ()
+    sums: Mapping[str, float] = field(default_factory=dict)
     merge: Merge | None = None
     evaluate: bool = False
     done: set[tuple[int, int]] = field(default_factory=set)
@@ -90,6 +100,25 @@ class _Collected:
         order = len(self.fates)  # those that answer at one moment come in the order of the draw
         heapq.heappush(self.queue, (fate.end, _END, order, client, fate.attempt, trained_on))
         self.replan = True
+
+    def take(self, pairs: Sequence[tuple[int, int]], outcomes: Outcomes) -> None:
+        """What became of clients that were trained, in the order asked for."""
+        for position, pair in enumerate(pairs):
+            self.done.add(pair)
+            self.rows[pair[0]] = outcomes.table[position]
+            if outcomes.packed is not None:
+                packed = outcomes.packed
+                self.packed[pair[0]] = Packed(packed.vectors[position], packed.whole[position])
+            self.failures.pop(pair[0], None)
+        for failure in outcomes.failures:
+            self.failures[pairs[failure.position][0]] = failure
+
+    def vanished(self, survivors: Collection[int]) -> dict[int, str]:
+        """Everybody asked, and where a secure sum sees each vanish, "" for those who stay to the end."""
+        return {
+            client: phase_of(stage, client in survivors, client in self.failures)
+            for client, stage in self.stages.items()
+        }
 
 
 class Federation:
@@ -112,6 +141,7 @@ class Federation:
         participation: who took part when, where that decides who may be asked; None: anybody may.
         selection_seed: seed of the cohorts' draws, where that is another than the root seed.
         release: called with the round's number, its sum and `public`, before the sum is noised and published.
+        secure: makes the sums, where they are secure.
 
     Attributes:
         state: the server's model and what belongs to it.
@@ -140,12 +170,13 @@ class Federation:
         participation: Participation | None = None,
         selection_seed: int | None = None,
         release: Callable[[int, Total, Tensors], None] | None = None,
+        secure: SecureRounds | None = None,
     ) -> None:
         self.program, self.algorithm, self.backend = program, algorithm, backend
         self.partition, self.selector, self.behaviour = partition, selector, behaviour
         self.config, self.cohort, self.seed = config, cohort, seed
         self.max_weight, self.progress = max_weight, progress
-        self.pipeline, self._release = pipeline, release
+        self.pipeline, self._release, self._secure = pipeline, release, secure
         self.participation = participation
         self.public: Tensors = pipeline.begin()
         self._selection_seed = seed if selection_seed is None else selection_seed
@@ -158,6 +189,8 @@ class Federation:
         self.bytes_down = _bytes(self.message(0))
         specs = [*algorithm.terms(program).values(), *pipeline.terms().values()]
         self.bytes_up = 4 * sum(spec.size for spec in specs)
+        if secure is not None:
+            self.bytes_up = secure.plan.config.upload_bytes
 
     def message(self, round: int) -> Message:
         """What the server sends in this round."""
@@ -196,13 +229,13 @@ class Federation:
         trained = time.perf_counter()
         merged = trained
         if collected.merge is not None and round.result is None:
-            effects = self._merge(round, collected.merge, number)
+            effects = self._merge(round, collected.merge, number, message, collected)
             merged = time.perf_counter()
             self._carry_out(effects, round, number, collected)
             if collected.evaluate and evaluate is not None and round.result is None:
                 evaluate()
                 round.evaluated(self.now_s)
-        else:
+        elif self._secure is None:
             self.backend.total()  # a failed round's sum is thrown away
         evaluated = time.perf_counter()
         result = round.result
@@ -212,8 +245,17 @@ class Federation:
         self.carried = {int(c): collected.fates[int(c), attempt] for c, attempt in late.items()}
         self.previous = message if self.carried else None
         survivors = result.survivors if isinstance(result, Finish) else ()
+        if self._secure is not None:
+            survivors = collected.opened if survivors else ()
+            if collected.secure is None:
+                reason = result.reason if isinstance(result, Abort) else ""
+                came = {int(o.client) for o in result.outcomes if o.status == "accepted"}
+                collected.secure = self._secure.failed(number, collected.vanished(came), reason)
         rows = [collected.rows[int(client)] for client in survivors]
-        sums = np.sum(rows, axis=0) if rows else np.zeros(6)
+        table = np.sum(rows, axis=0) if rows else np.zeros(6)
+        sums = {"loss_sum": float(table[2]), "examples": float(table[3]), "steps": float(table[4])}
+        if self._secure is not None:
+            sums |= {name: collected.sums.get(name, 0.0) for name in ("loss_sum", "examples")}
         return RoundReport(
             number,
             result.outcomes,
@@ -227,7 +269,8 @@ class Federation:
             self.now_s - began,
             collected.asked,
             len(survivors),
-            {"loss_sum": float(sums[2]), "examples": float(sums[3]), "steps": float(sums[4])},
+            sums,
+            collected.secure,
         )
 
     def _select(self, number: int) -> tuple[list[int], int]:
@@ -291,14 +334,18 @@ class Federation:
         steps = 0 if self.behaviour.ideal else np.array([self._steps(int(n)) for n in self._sizes[ids]])
         fates = self.behaviour.fates(
             self.seed, ids, round=number, attempt=attempt, steps=steps,
-            bytes_down=self.bytes_down, bytes_up=self.bytes_up, now_s=now,
+            bytes_down=self.bytes_down, bytes_up=self.bytes_up, now_s=now, secure=self._secure is not None,
         )  # fmt: skip
         for position, client in enumerate(clients):
             stage = int(fates.stage[position])
+            collected.stages[client] = stage
+            if stage in AFTERWARDS:  # the sum will know; until then its update comes like any other
+                stage = 0
             phase, cause = fates.loss(position) if stage else ("train", "")
             ready, end = now + float(fates.ready_s[position]), now + float(fates.end_s[position])
             if not stage and now < configure_deadline <= ready:
-                stage = _TOO_SLOW  # it would be given up before its update could come
+                # it would be given up before its update could come
+                stage = collected.stages[client] = _TOO_SLOW
             collected.expect(client, Straggler(attempt, end, stage, phase, cause), number)
             if stage != 1 and end > now:  # otherwise its update says that it was ready
                 order = len(collected.fates)
@@ -332,12 +379,7 @@ class Federation:
                 continue
             pairs.sort(key=lambda pair: (-int(self._sizes[pair[0]]), pair[0]))  # the largest first
             outcomes = self.backend.train(source, [client for client, _ in pairs], self.progress)
-            for position, pair in enumerate(pairs):
-                collected.done.add(pair)
-                collected.rows[pair[0]] = outcomes.table[position]
-                collected.failures.pop(pair[0], None)
-            for failure in outcomes.failures:
-                collected.failures[pairs[failure.position][0]] = failure
+            collected.take(pairs, outcomes)
             if self.participation is not None:
                 for position, (client, _) in enumerate(pairs):
                     if outcomes.table[position, 0]:
@@ -379,10 +421,41 @@ class Federation:
         if failure is not None:
             return round.failed(client, attempt, failure.cause, self.now_s, hint=failure.hint)
         row = collected.rows[client]
-        meta = UpdateMeta(client, trained_on, attempt, self.program.schema.sha256, float(row[1]))
+        weight = float(row[1]) if self._secure is None else 1.0  # under masks nobody sees it
+        meta = UpdateMeta(client, trained_on, attempt, self.program.schema.sha256, weight)
         return round.update(meta, self.now_s)
 
-    def _merge(self, round: Round, merge: Merge, number: int) -> list[Effect]:
+    def _secure_total(
+        self, secure: SecureRounds, round: Round, merge: Merge, number: int, message: Message,
+        collected: _Collected,
+    ) -> Total | list[Effect]:  # fmt: skip
+        """The opened sum, or how the round ends without one."""
+        survivors = frozenset(int(client) for client in merge.survivors)
+        packed = {client: collected.packed[client] for client in survivors}
+        try:
+            total, collected.opened, collected.secure = secure.sum(
+                number, message, collected.vanished(survivors), packed
+            )
+        except SumFailed as failed:
+            collected.secure = failed.event
+            gone = ", ".join(f"{count} in {phase}" for phase, count in failed.event.dropped.items())
+            cause = f"{failed.found}; vanished: {gone or 'nobody'}"
+            return round.merge_failed(cause, self.now_s, reason="secure_sum")
+        if not survivors.issuperset(collected.opened):
+            raise MyceliaError(
+                f"the sum holds {len(collected.opened)} updates and the round accepted {len(survivors)}",
+                rule="no update is in the sum that was not accepted",
+                who="merge",
+            )
+        collected.sums = secure.plan.quantise.report(total)
+        return total
+
+    def _merge(
+        self, round: Round, merge: Merge, number: int, message: Message, collected: _Collected
+    ) -> list[Effect]:
+        if self._secure is not None:
+            found = self._secure_total(self._secure, round, merge, number, message, collected)
+            return self._publish(round, found, number) if isinstance(found, Total) else found
         total = self.backend.total()
         if total.count != len(merge.survivors):  # the sum and the record must never part
             raise MyceliaError(
@@ -390,6 +463,10 @@ class Federation:
                 rule="every accepted update is in the sum, and no other",
                 who="merge",
             )
+        return self._publish(round, total, number)
+
+    def _publish(self, round: Round, total: Total, number: int) -> list[Effect]:
+        """From the sum to the new state."""
         public = self.public
         if self.pipeline.serves:
             if self._release is not None:

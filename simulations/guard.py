@@ -28,10 +28,12 @@ from mycelia.privacy.federated import CLIP_BOUND
 from mycelia.privacy.ledger import FILE, Head, Ledger
 from mycelia.privacy.noise.source import NoiseSource
 from mycelia.privacy.pipeline import Pipeline
-from mycelia.privacy.sampling import MinSep, Participation
+from mycelia.privacy.sampling import CyclicPoisson, MinSep, Participation
+from mycelia.privacy.secagg.events import Release
+from mycelia.simulations.noise_shares import SharePlan
 from mycelia.simulations.private import ClientPlan, ServerPlan, describe
 
-__all__ = ["ClientGuard", "Guard", "ServerGuard", "open_guard"]
+__all__ = ["ClientGuard", "Guard", "ServerGuard", "ShareGuard", "open_guard"]
 
 _KEY = "noise.key"
 _STREAM = "server"
@@ -42,6 +44,16 @@ _TABLE = "participation"
 _SERVER = (
     "whether a client answers, and how fast, does not depend on its data",
     "whether a round failed for want of clients is public",
+)
+_WEIGHTED = (
+    "how many examples each client has is public; a client counts by that number up to {most:g}, and the "
+    "noise is z times the clip bound times {most:g}",
+)
+_SHARES = (
+    "the noise is the sum of the shares of the survivors, less those assumed to add none, and z is relative "
+    "to the clip bound as it is after rounding",
+    "towards the server, which knows the cohorts, nothing is amplified",
+    "whether a client answers, and how fast, does not depend on its data",
 )
 _LOCAL = ("each client clips and noises what it sends, before anybody else sees it",)
 _EXAMPLES = (
@@ -116,6 +128,10 @@ class Guard(ABC):
             total: the sum, not yet noised.
             public: what came with the model, such as the clip bound in force.
         """
+
+    def charge(self, release: Release) -> None:
+        """A secure sum is about to be opened; only noise in shares is charged for that."""
+        del release
 
     @abstractmethod
     def failed(self, round: int) -> None:
@@ -209,8 +225,12 @@ class ServerGuard(Guard):
         self.budget.release(self.plan.event(round, self._bound(public)), sealed, _STREAM)
 
     def failed(self, round: int) -> None:
-        """With correlated noise a round has its row whether or not it succeeds, and all of them cost once."""
-        if self.plan.strategy is not None and not self.ledger.released(_STREAM, round):
+        """A failed round stays in the ledger where rounds are counted together; it costs nothing more there.
+
+        With correlated noise a round has its row whether or not it succeeds, and where groups take turns a
+        gap would begin another pass over them.
+        """
+        if isinstance(self.plan.sampler, MinSep | CyclicPoisson) and not self.ledger.released(_STREAM, round):
             self.ledger.record(self.plan.event(round, self.plan.clip.bound), _FAILED, _STREAM)
 
     def reading(self, round: int, public: Mapping[str, Tensor]) -> Privacy:
@@ -231,7 +251,7 @@ class ServerGuard(Guard):
             **describe(self.plan),
             "bound": self._bound(public),
             "noise_source": self.source.note,
-            "statements": [_stated(statement, _SERVER) for statement in found],
+            "statements": [_stated(statement, self._said) for statement in found],
             "clients": None,
         }
 
@@ -243,6 +263,12 @@ class ServerGuard(Guard):
     def close(self) -> None:
         """Let go of the ledger's file."""
         self.ledger.close()
+
+    @property
+    def _said(self) -> tuple[str, ...]:
+        """What to say beside a statement."""
+        most = self.plan.config.weight_max
+        return _SERVER if most is None else (*_SERVER, *(each.format(most=most) for each in _WEIGHTED))
 
     def _bound(self, public: Mapping[str, Tensor]) -> float:
         """The clip bound in force."""
@@ -354,10 +380,112 @@ class ClientGuard(Guard):
         return state(coming, self.delta, noise_source=self.ledgers.noise_source)
 
 
+class ShareGuard(Guard):
+    """One ledger and one budget: clients add the noise in shares, and the sum that is opened holds all of it.
+
+    Args:
+        plan: what is released a round.
+        folder: the run folder.
+        seed: root seed.
+        checkpoint: where a run goes on from.
+
+    Raises:
+        DataError: the ledger or the key of a run that goes on is missing or was changed.
+    """
+
+    def __init__(self, plan: SharePlan, folder: Path, seed: int, checkpoint: Checkpoint | None) -> None:
+        config = plan.config
+        super().__init__(folder, seed, config.noise_source, None, checkpoint)
+        self.plan, self.delta = plan, config.delta
+        self.pipeline = plan.pipeline()
+        if checkpoint is None:
+            note = f"{plan.mechanism} shares of the clients under a secure sum, {self.source.note}"
+            self.ledger = Ledger.create(folder / FILE, note)
+        else:
+            self.ledger = Ledger.load(folder / FILE, Head(*checkpoint.meta["ledger"]), write=True)
+        self.budget = Budget(
+            config.epsilon, config.delta, "client", plan.sampler.relation, ledger=self.ledger
+        )
+
+    @property
+    def epsilon(self) -> float:
+        """Spent so far."""
+        return self.budget.spent
+
+    def stop(self, round: int, clients: int, needed: int) -> str:
+        """See `Guard.stop`; a round that was released before costs nothing when it is done again."""
+        del clients, needed
+        if self.ledger.released(_STREAM, round):
+            return ""
+        try:
+            self.budget.allow(self.plan.event(round, self.plan.least))
+        except BudgetExceeded:
+            return "budget"
+        return ""
+
+    def charge(self, release: Release) -> None:
+        """Write the round down with the noise that survived, before anything of its sum is opened.
+
+        Done again after a stop it is the same session, with the same noise, and counts once.
+
+        Raises:
+            BudgetExceeded: the budget cannot pay for it.
+            DataError: the round was released before, in another session.
+        """
+        session = f"{release.session_id.hex()} {release.survivors}"
+        sealed = self.source.bytes("release", release.round, session, 16).hex()
+        self.budget.release(self.plan.event(release.round, release.survivors), sealed, _STREAM)
+
+    def release(self, round: int, total: Total, public: Mapping[str, Tensor]) -> None:
+        """It was charged before it was opened."""
+
+    def failed(self, round: int) -> None:
+        """What was charged stays charged; without a charge nothing was opened."""
+
+    def reading(self, round: int, public: Mapping[str, Tensor]) -> Privacy:
+        """The event that says what is spent after so many rounds."""
+        del public
+        found = self.budget.gauge(self.plan.event(round, self.plan.least))
+        last = self.ledger.last
+        values = {
+            **found.values,
+            "remaining": float(min(found.values["remaining"], self.plan.rounds - round)),
+            "clip": self.plan.clip.bound,
+            "noise_multiplier": self.plan.noise_multiplier if last is None else last.noise_multiplier,
+        }
+        return replace(found, round=round, values=values)
+
+    def facts(self, clients: int, public: Mapping[str, Tensor]) -> dict[str, Any]:
+        """All that ε depends on."""
+        del clients, public
+        found = [self.ledger.statement(self.delta)] if self.ledger.steps else []
+        return {
+            **self.plan.facts(),
+            "noise_source": self.ledger.noise_source,
+            "statements": [_stated(statement, _SHARES) for statement in found],
+            "clients": None,
+        }
+
+    def meta(self) -> dict[str, Any]:
+        """Where the ledger stands."""
+        self.ledger.sync()
+        return {"ledger": [self.ledger.head.lines, self.ledger.head.hash]}
+
+    def close(self) -> None:
+        """Let go of the ledger's file."""
+        self.ledger.close()
+
+
 def open_guard(
-    plan: ServerPlan | ClientPlan, form: SumFormat, folder: Path, seed: int, checkpoint: Checkpoint | None
+    plan: ServerPlan | ClientPlan | SharePlan,
+    form: SumFormat,
+    folder: Path,
+    seed: int,
+    checkpoint: Checkpoint | None,
 ) -> Guard:
-    """The guard of a plan; see the two classes for arguments and errors."""
+    """The guard of a plan; see the classes for arguments and errors."""
+    if isinstance(plan, SharePlan):
+        return ShareGuard(plan, folder, seed, checkpoint)
     if isinstance(plan, ServerPlan):
         return ServerGuard(plan, form, folder, seed, checkpoint)
     return ClientGuard(plan, folder, seed, checkpoint)

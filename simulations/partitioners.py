@@ -15,10 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 from pydantic import Field
 
-from mycelia.engine.config import Strict, load_config, nearest
+from mycelia.engine.config import Strict, load_config
 from mycelia.engine.data.examples import Examples
 from mycelia.engine.errors import ConfigError, DataError
-from mycelia.engine.plugins import resolve
+from mycelia.engine.plugins import chosen, resolve
 from mycelia.engine.rng import derive, generator
 from mycelia.simulations.draws import Indices, apportion, fill, pools_by_label
 
@@ -304,10 +304,8 @@ def build(name: str, **options: Any) -> Partitioner:
     """
     if ":" in name:
         return _user_made(name, options)
-    if name not in PARTITIONERS:
-        raise ConfigError(f"there is no partitioner '{name}'", fix=nearest(name, PARTITIONERS))
-    partitioner: Any = load_config(PARTITIONERS[name], options)
-    return partitioner  # type: ignore[no-any-return]
+    kind: Any = chosen(PARTITIONERS, name, kind="partitioner", who="partition")
+    return load_config(kind, options)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

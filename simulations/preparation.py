@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,18 @@ from mycelia.engine.transforms.compile import (
 )
 from mycelia.privacy.client_steps import PrivateSteps
 from mycelia.privacy.pipeline import Pipeline
+from mycelia.privacy.secagg.config import NoiseConfig
 from mycelia.simulations.backends import Backend, Inline, Task, Workers
 from mycelia.simulations.backends.shared import shared_folder
 from mycelia.simulations.behaviour import Behaviour
 from mycelia.simulations.dealing import pool
 from mycelia.simulations.guard import Guard
+from mycelia.simulations.noise_shares import SharePlan
 from mycelia.simulations.partition import Partition
 from mycelia.simulations.private import ClientPlan, ServerPlan, plan_privacy
 from mycelia.simulations.recipe import Recipe
 from mycelia.simulations.scenario import Scenario
+from mycelia.simulations.secure_rounds import SecurePlan, plan_secure_sum
 
 __all__ = ["Prepared", "open_backend", "prepare"]
 
@@ -68,6 +72,7 @@ class Prepared:
         package: the compiled step of a full batch, None for the other plans.
         form: format of the exact sum.
         privacy: what the `[privacy]` block comes to, None without one.
+        secure: what the `[secure_sum]` block comes to, None without one.
         behaviour: how devices behave.
     """
 
@@ -84,8 +89,18 @@ class Prepared:
     batch_shape: tuple[int, ...] | None
     package: Path | None
     form: SumFormat
-    privacy: ServerPlan | ClientPlan | None
+    privacy: ServerPlan | ClientPlan | SharePlan | None
+    secure: SecurePlan | None
     behaviour: Behaviour
+
+    def pipeline(self, guard: Guard | None) -> Pipeline:
+        """What clients do to their updates, and the server to the sum.
+
+        Args:
+            guard: of a private run.
+        """
+        before = Pipeline() if guard is None else guard.pipeline
+        return before if self.secure is None else self.secure.pipeline(before)
 
 
 def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
@@ -116,12 +131,20 @@ def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
     with user_code(f"model {scenario.model.name}"):
         program = recipe()
     sizes = partition.sizes()
-    privacy = plan_privacy(
-        scenario, algorithm, program, work,
-        cohort=cohort, clients=partition.clients, examples=int(sizes.sum()),
+    max_weight = _max_weight(scenario, sizes)
+    secure_sum = partial(
+        plan_secure_sum, scenario, algorithm, cohort=cohort, max_weight=max_weight, largest=int(sizes.max()),
+        double=program.flatten(program.init()[0]).dtype == torch.float64,
     )  # fmt: skip
+
+    def noised(clip: float, noise: NoiseConfig) -> SecurePlan | None:
+        return secure_sum(_terms(scenario, algorithm, program, None), work, clip=clip, noise=noise)
+
+    privacy = plan_privacy(scenario, algorithm, program, work, cohort=cohort, sizes=sizes, make=noised)
     if isinstance(privacy, ClientPlan):
         work = privacy.work(work)
+    specs = _terms(scenario, algorithm, program, privacy)
+    secure = privacy.secure if isinstance(privacy, SharePlan) else secure_sum(specs, work)
     fixed = work.batch_size if 0 < work.batch_size <= int(sizes.max()) else 0
     batch = example_batch(dataset.train.inputs, dataset.train.targets, fixed)
     steps = scenario.rounds * cohort * work.step_count(int(np.median(sizes)))
@@ -130,7 +153,6 @@ def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
     else:
         plan, package = _plan(recorded_plan, scenario.plan, steps, program, algorithm, work, batch)
     selector = selectors.build(scenario.selector.name, **scenario.selector.options)
-    max_weight = _max_weight(scenario, sizes)
     return Prepared(
         scenario=scenario,
         dataset=dataset,
@@ -145,10 +167,11 @@ def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
         batch_shape=None if batch is None else tuple(batch[0].shape),
         package=package,
         form=SumFormat.plan(
-            _terms(scenario, algorithm, program, privacy), max_weight,
+            specs, max_weight,
             _most_updates(scenario, selector, cohort, partition.clients),
         ),
         privacy=privacy,
+        secure=secure,
         behaviour=_behaviour(scenario, privacy),
     )  # fmt: skip
 
@@ -166,8 +189,9 @@ def open_backend(prepared: Prepared, run_path: Path, guard: Guard | None = None)
     program, algorithm = prepared.program, prepared.algorithm
     most = _most_updates(scenario, prepared.selector, prepared.cohort, partition.clients)
     arrays = (dataset.train.inputs, dataset.train.targets, dataset.test.inputs, dataset.test.targets)
-    folder = shared_folder(sum(array.nbytes for array in arrays), run_path)
-    pipeline = Pipeline() if guard is None else guard.pipeline
+    updates = 0 if prepared.secure is None else most * prepared.secure.shape.nbytes
+    folder = shared_folder(sum(array.nbytes for array in arrays) + updates, run_path)
+    pipeline = prepared.pipeline(guard)
     try:
         dataset.train.save(folder / "train")
         dataset.test.save(folder / "test")
@@ -185,9 +209,10 @@ def open_backend(prepared: Prepared, run_path: Path, guard: Guard | None = None)
             max_cohort=min(most, max(_POISSON_CHUNK, prepared.cohort)),
             batch_shape=prepared.batch_shape,
             package=prepared.package,
-            adder=_adder(program, algorithm) if prepared.package else None,
+            adder=_adder(program, algorithm) if prepared.package and prepared.secure is None else None,
             pipeline=pipeline.devices(),
             steps_of=_private_steps(guard, program, folder),
+            packed=None if prepared.secure is None else prepared.secure.shape,
         )
         if scenario.backend.name == "inline":
             backend: Backend = Inline(task)
@@ -242,7 +267,10 @@ def _most_updates(scenario: Scenario, selector: Selector, cohort: int, clients: 
 
 
 def _terms(
-    scenario: Scenario, algorithm: Algorithm, program: Program, privacy: ServerPlan | ClientPlan | None
+    scenario: Scenario,
+    algorithm: Algorithm,
+    program: Program,
+    privacy: ServerPlan | ClientPlan | SharePlan | None,
 ) -> dict[str, TermSpec]:
     """The algorithm's terms, with the configured bound on the parameters' deltas, and what clipping adds."""
     with user_code(f"algorithm {algorithm.name}"):
@@ -253,7 +281,7 @@ def _terms(
     return specs if clipping is None else specs | dict(clipping.terms())
 
 
-def _behaviour(scenario: Scenario, privacy: ServerPlan | ClientPlan | None) -> Behaviour:
+def _behaviour(scenario: Scenario, privacy: ServerPlan | ClientPlan | SharePlan | None) -> Behaviour:
     """As configured; but where ε is about being in a cohort, none decides over another's dropping out."""
     if isinstance(privacy, ServerPlan) and privacy.sampler.relation == "add-remove":
         return scenario.behaviour.independent()
@@ -285,7 +313,7 @@ def _uncompiled(wanted: str) -> Plan:
 
 def _max_weight(scenario: Scenario, sizes: npt.NDArray[Any]) -> float:
     if scenario.privacy is not None:
-        return 1.0
+        return scenario.privacy.weight_max or 1.0
     return scenario.update.max_weight or float(max(1, int(sizes.max())))
 
 

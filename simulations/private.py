@@ -3,8 +3,10 @@
 | block | noise | what ε is about |
 |---|---|---|
 | unit "client", selector poisson or uniform | of the server, afresh each round | secret draws of cohorts |
+| unit "client", selector cyclic-poisson | of the server, banded if asked for | secret draws, groups in turn |
 | unit "client", another selector or a `factorisation` | of the server, correlated (DP-FTRL) | one release |
 | unit "client", `model = "local"` | of each client, on what it sends | each client's rounds |
+| unit "client", `model = "distributed"` | of the clients, in shares (`noise_shares`) | secret draws |
 | unit "example" | of each client, in its local steps (DP-SGD) | each client's steps |
 """
 
@@ -14,6 +16,9 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mycelia.aggregator.rounds import asked_for
 from mycelia.engine.algorithms import ALGORITHMS, Algorithm
@@ -29,7 +34,7 @@ from mycelia.privacy.client_steps import PrivateSteps
 from mycelia.privacy.clip import ClipFunction, PerLayer, QuantileClip, Sensitivity
 from mycelia.privacy.config import PrivacyConfig
 from mycelia.privacy.events import Event
-from mycelia.privacy.factorisation import BLT, CorrelatedNoise, Plan, Strategy, fitted
+from mycelia.privacy.factorisation import BLT, Banded, CorrelatedNoise, Plan, Strategy, fitted, planned
 from mycelia.privacy.federated import (
     AdaptiveClip,
     ClipUpdate,
@@ -40,10 +45,11 @@ from mycelia.privacy.federated import (
     rounding_slack,
 )
 from mycelia.privacy.noise.base import Mechanism
-from mycelia.privacy.noise.gaussian import Gaussian
+from mycelia.privacy.noise.discrete_gaussian import DiscreteGaussian
 from mycelia.privacy.noise.source import NoiseSource
 from mycelia.privacy.pipeline import Pipeline, Stage
-from mycelia.privacy.sampling import FixedSize, FullBatch, MinSep, Poisson, Sampler
+from mycelia.privacy.sampling import CyclicPoisson, FixedSize, FullBatch, MinSep, Poisson, Sampler
+from mycelia.simulations.noise_shares import Make, SharePlan, plan_shares
 from mycelia.simulations.scenario import Scenario
 
 __all__ = ["ClientPlan", "ServerPlan", "describe", "plan_privacy"]
@@ -60,9 +66,10 @@ class ServerPlan:
         clip: the clip function of an update.
         sampler: how cohorts come about, as it is accounted.
         noise_multiplier: z, as given or as the budget allows over all rounds.
-        expected: the public number the sum is divided by.
+        expected: the public expected number of clients in a round.
         rounds: that are planned.
         strategy: how the noise is correlated over the rounds; None: not at all.
+        mean_weight: the public mean of the clients' weights; a sum is divided by `expected` times that.
     """
 
     config: PrivacyConfig
@@ -72,6 +79,7 @@ class ServerPlan:
     expected: float
     rounds: int
     strategy: Strategy | None = None
+    mean_weight: float = 1.0
 
     @property
     def limits(self) -> MinSep | None:
@@ -81,26 +89,38 @@ class ServerPlan:
     @property
     def mechanism(self) -> Mechanism:
         """The noise."""
-        return Gaussian() if self.strategy is not None else self.config.noise()
+        noise = self.config.noise()
+        if self.strategy is not None and isinstance(noise, DiscreteGaussian):
+            return replace(noise, sampler="rounded")
+        return noise
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """How far one client can move the sum, but for rounding; at its start where the bound moves."""
+        own = Sensitivity(self.clip.bound)
+        return own if self.config.weight_max is None else own.weighted(self.config.weight_max)
 
     def clipping(self) -> Stage:
         """What clients do to their updates."""
         if isinstance(self.clip, QuantileClip):
-            return AdaptiveClip(self.clip)
-        return ClipUpdate(self.clip)
+            return AdaptiveClip(self.clip, self.config.weight_max)
+        return ClipUpdate(self.clip, self.config.weight_max)
 
     def pipeline(self, form: SumFormat, source: NoiseSource) -> Pipeline:
         """What clients and the server do."""
         adaptive = self.clip if isinstance(self.clip, QuantileClip) else None
-        sensitivity = rounding_slack(Sensitivity(self.clip.bound), form)
+        sensitivity = rounding_slack(self.sensitivity, form)
         noise: Stage
         if self.strategy is None:
             noise = ServerNoise(
-                self.mechanism, source, self.noise_multiplier, sensitivity, self.expected, adaptive
-            )
+                self.mechanism, source, self.noise_multiplier, sensitivity, self.expected, adaptive,
+                self.mean_weight,
+            )  # fmt: skip
         else:
-            std = self.noise_multiplier * sensitivity.total
-            noise = FactorisedNoise(CorrelatedNoise(self.strategy, self.rounds, std), source, self.expected)
+            bound, size = sensitivity.total, sum(spec.size for spec in form.specs.values())
+            std = self.noise_multiplier * (bound + self.mechanism.slack(bound, size))
+            rows = CorrelatedNoise(self.strategy, self.rounds, std, mechanism=self.mechanism, bound=bound)
+            noise = FactorisedNoise(rows, source, self.expected, self.mean_weight)
         return Pipeline((self.clipping(), noise))
 
     def event(self, round: int, bound: float) -> Event:
@@ -186,9 +206,9 @@ def plan_privacy(
     work: LocalWork,
     *,
     cohort: int,
-    clients: int,
-    examples: int,
-) -> ServerPlan | ClientPlan | None:
+    sizes: NDArray[np.int64],
+    make: Make,
+) -> ServerPlan | ClientPlan | SharePlan | None:
     """Sampler, noise and limits of a private run; None without a `[privacy]` block.
 
     Args:
@@ -197,8 +217,9 @@ def plan_privacy(
         program: the model and its loss.
         work: local work, as the algorithm adjusted it.
         cohort: clients a round aims for, the expected number under Poisson.
-        clients: size of the population, which is public.
-        examples: number of training examples of all clients, which is public.
+        sizes: training examples of each client; their number and sum are public, the rest where the block
+            says so.
+        make: the secure sum that holds noise in shares.
 
     Raises:
         ConfigError: the algorithm has no bound, or settings contradict each other.
@@ -208,19 +229,28 @@ def plan_privacy(
     if config is None:
         return None
     _check_algorithm(config, algorithm, program)
+    if config.in_shares and scenario.secure_sum is not None:
+        corrupt = int(scenario.secure_sum.corrupt * cohort + 1e-9)
+        return plan_shares(
+            config, make, cohort=cohort, clients=len(sizes), rounds=scenario.rounds, corrupt=corrupt
+        )
     if config.unit == "client" and config.model == "central":
-        return _server_plan(scenario, config, cohort, clients)
-    return _client_plan(scenario, config, work, clients, examples)
+        return _server_plan(scenario, config, cohort, sizes)
+    return _client_plan(scenario, config, work, len(sizes), int(sizes.sum()))
 
 
-def _server_plan(scenario: Scenario, config: PrivacyConfig, cohort: int, clients: int) -> ServerPlan:
-    clip, rounds = config.clip_function(), scenario.rounds
+def _server_plan(
+    scenario: Scenario, config: PrivacyConfig, cohort: int, sizes: NDArray[np.int64]
+) -> ServerPlan:
+    clip, rounds, clients = config.clip_function(), scenario.rounds, len(sizes)
     if isinstance(clip, PerLayer):  # the configuration has refused it
         raise ConfigError("a bound for each layer", rule="an update is clipped as a whole", who="clip")
     sampler: Sampler
     strategy = None
     if not scenario.secret_draw:
         sampler, strategy = _factorised(scenario, config, cohort, clients)
+    elif scenario.selector.name == "cyclic-poisson":
+        sampler, strategy = _cyclic(scenario, config, cohort, clients)
     elif scenario.selector.name == "poisson":
         sampler = Poisson(cohort / clients)
     else:
@@ -231,7 +261,23 @@ def _server_plan(scenario: Scenario, config: PrivacyConfig, cohort: int, clients
     _check_first(config, sampler, z, 1, None)
     if isinstance(clip, QuantileClip):
         clip.gradient_multiplier(z, float(cohort))  # refuses a z that the count alone exceeds
-    return ServerPlan(config, clip, sampler, z, float(cohort), rounds, strategy)
+    weight = 1.0 if config.weight_max is None else float(np.minimum(sizes, config.weight_max).mean())
+    return ServerPlan(config, clip, sampler, z, float(cohort), rounds, strategy, weight)
+
+
+def _cyclic(
+    scenario: Scenario, config: PrivacyConfig, cohort: int, clients: int
+) -> tuple[CyclicPoisson, Strategy | None]:
+    """Draws from groups in turn, with the sensitivity of banded noise where that is asked for."""
+    sampler = CyclicPoisson(cohort / clients, int(scenario.selector.options["groups"]))
+    strategy = config.strategy()
+    if strategy is None:
+        return sampler, None
+    if isinstance(strategy, Banded) and config.factorisation and "band" not in config.factorisation.options:
+        # one use each: a client is back when its noise is forgotten
+        strategy = fitted(strategy, Plan(scenario.rounds))
+    found = planned(strategy, sampler, scenario.rounds).sampler
+    return replace(sampler, sensitivity=found.sensitivity), strategy
 
 
 def _factorised(
@@ -333,11 +379,19 @@ def _check_first(
 def _check_algorithm(config: PrivacyConfig, algorithm: Algorithm, program: Program) -> None:
     """Refuse an algorithm that releases what no noise covers."""
     found = _whole_refusal(algorithm, program) if config.unit == "client" else _example_refusal(algorithm)
-    if found is None and getattr(algorithm, "weighting", "uniform") != "uniform":
+    weighting = getattr(algorithm, "weighting", "uniform")
+    if found is None and config.weight_max is None and weighting != "uniform":
         raise ConfigError(
-            f"algorithm.weighting = {getattr(algorithm, 'weighting', None)!r}",
+            f"algorithm.weighting = {weighting!r}",
             rule="every client has weight 1: its number of examples is private",
             fix='set weighting = "uniform" in the algorithm',
+            who="privacy",
+        )
+    if found is None and config.weight_max is not None and weighting != "examples":
+        raise ConfigError(
+            f"privacy.weight_max = {config.weight_max:g}, and every client has weight 1",
+            rule="a cap is on weights by numbers of examples",
+            fix='set weighting = "examples" in the algorithm, or leave weight_max out',
             who="privacy",
         )
     if found is not None:
@@ -391,14 +445,18 @@ _LOSS = ("its adaptive μ follows the clients' training loss, which has no noise
 def describe(plan: ServerPlan | ClientPlan) -> dict[str, Any]:
     """The plan's settings for reports."""
     strategy = plan.strategy if isinstance(plan, ServerPlan) else None
-    limits = plan.limits
+    limits, sampler = plan.limits, plan.sampler
+    cyclic = sampler if isinstance(sampler, CyclicPoisson) else None
+    moved = limits or cyclic
     return {
         "unit": plan.config.unit,
         "model": plan.config.model if plan.config.unit == "client" else "each client",
         "clip": plan.clip.name,
         "mechanism": plan.mechanism.name,
         "factorisation": None if strategy is None else strategy.name,
-        "sensitivity": None if limits is None or not limits.sensitivity else limits.sensitivity,
+        "sensitivity": None if moved is None or not moved.sensitivity else moved.sensitivity,
+        "groups": None if cyclic is None else cyclic.bands,
+        "weight_max": plan.config.weight_max,
         "separation": None if limits is None else limits.separation,
         "uses": None if limits is None else limits.uses,
     }

@@ -82,6 +82,11 @@ class Scenario(FederationConfig):
         """Contradictions between the cohort, the population and the partition."""
         yield from super().conflicts()
         people, n = self.population, self.population.clients
+        if self.behaviour.dropout.secure and self.secure_sum is None:
+            yield (
+                "behaviour.dropout",
+                "sharing, agree and unmask are phases of a secure sum; add [secure_sum]",
+            )
         if n and self.cohort > n:
             yield "cohort", f"{self.cohort} clients a round, but population.clients is {n}"
         if n == 0 and self.partition.name != "natural":

@@ -26,7 +26,6 @@ from mycelia.engine.report.spread import worst_decile
 from mycelia.engine.run import CHECKPOINTS, Run
 from mycelia.engine.schema import model_sha256
 from mycelia.engine.types import Tensors
-from mycelia.privacy.pipeline import Pipeline
 from mycelia.simulations.backends import Backend
 from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.federation import Federation, RoundReport, Straggler
@@ -35,6 +34,7 @@ from mycelia.simulations.partition import Partition
 from mycelia.simulations.preparation import Prepared, open_backend, prepare
 from mycelia.simulations.result import SimulationResult
 from mycelia.simulations.scenario import Scenario, load_scenario
+from mycelia.simulations.secure_rounds import SecureRounds
 
 __all__ = ["resume", "simulate"]
 
@@ -177,10 +177,11 @@ class _Simulation:
                 max_weight=prepared.max_weight,
                 steps=prepared.work.step_count,
                 progress=self._progress,
-                pipeline=Pipeline() if guard is None else guard.pipeline,
+                pipeline=prepared.pipeline(guard),
                 participation=None if guard is None else guard.participation,
                 selection_seed=None if guard is None else guard.selection_seed,
                 release=None if guard is None else guard.release,
+                secure=self._secure_rounds(prepared, guard),
             )
             if checkpoint is None:
                 self._log_start(prepared)
@@ -196,6 +197,18 @@ class _Simulation:
                     break
                 self._round(federation, backend)
             return self._finish(federation, backend, prepared.partition, startup)
+
+    def _secure_rounds(self, prepared: Prepared, guard: Guard | None) -> SecureRounds | None:
+        """What makes the sums, where they are secure."""
+        if prepared.secure is None:
+            return None
+        return SecureRounds(
+            prepared.secure,
+            prepared.program,
+            seed=self.scenario.seed,
+            noise=None if guard is None else guard.source,
+            charge=None if guard is None else guard.charge,
+        )
 
     def _log_start(self, prepared: Prepared) -> None:
         scenario, partition, plan = self.scenario, prepared.partition, prepared.plan
@@ -269,6 +282,8 @@ class _Simulation:
     def _record(self, report: RoundReport, federation: Federation) -> None:
         up = report.survivors * federation.bytes_up
         down = report.asked * federation.bytes_down
+        if report.secure is not None:
+            up, down = report.secure.bytes_up, down + report.secure.bytes_down
         self.bytes_up, self.bytes_down = self.bytes_up + up, self.bytes_down + down
         self.round_s.append(sum(s for name, s in report.seconds.items() if name != "evaluate"))
         if len(self.round_s) == 2:
@@ -290,6 +305,8 @@ class _Simulation:
                 simulated_seconds=None if federation.behaviour.ideal else report.simulated_s,
             )
         )
+        if report.secure is not None:
+            self.run.log(report.secure)
         self.run.log(
             events.Outcomes(
                 round=self.number,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -49,7 +49,9 @@ class FedNova(Algorithm):
 
     def terms(self, program: Program) -> Mapping[str, TermSpec]:
         """The steps, which carry the client's weight, and the model's deltas."""
-        return {"steps": TermSpec(1, MAX_STEPS), **model_specs(program)}
+        specs = model_specs(program)
+        specs["params"] = replace(specs["params"], own_weight=True)
+        return {"steps": TermSpec(1, MAX_STEPS, grain=1.0), **specs}
 
     def local(
         self, trainer: LocalTrainer, message: Message, data: ClientData, state: Tensors | None

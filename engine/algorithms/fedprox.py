@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mycelia.engine.algorithms.base import Algorithm, Message, ServerState
 from mycelia.engine.algorithms.model import (
+    LOSS_GRAIN,
     MAX_LOSS,
     client_metrics,
     client_weight,
@@ -111,7 +112,7 @@ class FedProx(Algorithm):
         """The model's deltas, and the mean loss where μ follows it."""
         specs = model_specs(program)
         if self.adaptive:
-            specs["loss"] = TermSpec(1, MAX_LOSS)
+            specs["loss"] = TermSpec(1, MAX_LOSS, grain=LOSS_GRAIN, own_weight=True)
         return specs
 
     def local(

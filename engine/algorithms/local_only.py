@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mycelia.engine.algorithms.base import Algorithm, Message, ServerState
-from mycelia.engine.algorithms.model import MAX_LOSS, client_metrics
+from mycelia.engine.algorithms.model import LOSS_GRAIN, MAX_LOSS, client_metrics
 from mycelia.engine.local import ClientData, LocalTrainer
 from mycelia.engine.program import Program
 from mycelia.engine.sums import Term, TermSpec, Total, Update
@@ -32,7 +32,7 @@ class LocalOnly(Algorithm):
     def terms(self, program: Program) -> Mapping[str, TermSpec]:
         """The mean training loss."""
         del program
-        return {"loss": TermSpec(1, MAX_LOSS)}
+        return {"loss": TermSpec(1, MAX_LOSS, grain=LOSS_GRAIN)}
 
     def local(
         self, trainer: LocalTrainer, message: Message, data: ClientData, state: Tensors | None

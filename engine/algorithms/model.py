@@ -27,6 +27,7 @@ from mycelia.engine.sums import Term, TermSpec, Total, Update
 from mycelia.engine.types import Tensors
 
 __all__ = [
+    "LOSS_GRAIN",
     "MAX_LOSS",
     "MAX_PARAMETER_DELTA",
     "client_metrics",
@@ -43,6 +44,9 @@ MAX_PARAMETER_DELTA = 1024.0
 MAX_BUFFER_DELTA = 2.0**24
 MAX_COUNTER_INCREMENT = 2.0**31
 MAX_LOSS = 2.0**20
+
+LOSS_GRAIN = 2.0**-8
+"""To what a client's mean loss is rounded where it is summed in whole numbers."""
 
 _BUFFER_TERMS = (
     ("buffers", Role.BUFFER, MAX_BUFFER_DELTA),
@@ -68,7 +72,7 @@ def model_specs(program: Program, kept: Collection[str] = ()) -> dict[str, TermS
     for name, role, bound in _BUFFER_TERMS:
         size = sum(entry.numel for entry in _sent(program, role, kept))
         if size:
-            specs[name] = TermSpec(size, bound)
+            specs[name] = TermSpec(size, bound, grain=1.0 if role is Role.COUNTER else None)
     return specs
 
 

@@ -21,7 +21,7 @@ from mycelia.engine.algorithms.fedyogi import FedYogi
 from mycelia.engine.algorithms.local_only import LocalOnly
 from mycelia.engine.algorithms.scaffold import Scaffold
 from mycelia.engine.errors import ConfigError
-from mycelia.engine.plugins import check_options, is_reference, nearest, resolve
+from mycelia.engine.plugins import check_options, chosen, is_reference, resolve
 
 __all__ = ["ALGORITHMS", "build"]
 
@@ -59,15 +59,8 @@ def build(name: str, **options: Any) -> Algorithm:
     make: Callable[..., Any]
     if is_reference(name):
         make = resolve(name, kind="algorithm")
-    elif name in ALGORITHMS:
-        make = ALGORITHMS[name]
     else:
-        raise ConfigError(
-            f"no algorithm is called {name!r}",
-            rule=f"one of {', '.join(ALGORITHMS)}, or package.module:Class",
-            fix=nearest(name, ALGORITHMS),
-            who="algorithm",
-        )
+        make = chosen(ALGORITHMS, name, kind="algorithm", who="algorithm", also="package.module:Class")
     if inspect.isabstract(make):
         missing = ", ".join(sorted(getattr(make, "__abstractmethods__", ())))
         raise ConfigError("is an abstract class", rule=f"it has to define {missing}", who=who)

@@ -20,6 +20,7 @@ from mycelia.engine.report.page import page, tiles
 from mycelia.engine.report.part import Part
 from mycelia.engine.report.partition import PartitionPicture
 from mycelia.engine.report.privacy import PrivacySpent
+from mycelia.engine.report.secure_sum import SecureSums
 from mycelia.engine.report.spread import SpreadOverClients
 from mycelia.engine.report.text import amount, duration
 from mycelia.engine.run import Run
@@ -80,6 +81,7 @@ def default_parts(run: Run) -> list[Part]:
         Curves(),
         SpreadOverClients(),
         PrivacySpent(),
+        SecureSums(),
         PartitionPicture(),
         ClientOutcomes(),
         Cost(),

@@ -31,6 +31,9 @@ _SETTINGS = {
     "noise_source": "Noise source",
     "clip": "Clip function",
     "bound": "Clip bound",
+    "rounded_bound": "Clip bound after rounding",
+    "least_survivors": "Fewest survivors of a round",
+    "assumed_corrupt": "Clients assumed to add no noise",
     "factorisation": "Factorisation",
     "sensitivity": "Sensitivity of the factorisation",
     "separation": "Least rounds between two of a client",
@@ -39,6 +42,7 @@ _SETTINGS = {
 _NOISED_BY = {
     "central": "the server, to the sum",
     "local": "each client, to what it sends",
+    "distributed": "each client, a share of what the opened sum holds",
     "each client": "each client, in its training",
 }
 

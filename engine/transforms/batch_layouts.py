@@ -31,6 +31,8 @@ class BatchLayout(NamedTuple):
     def front(self, tensor: Tensor, batch: int) -> Tensor:
         """The tensor as [B, ...]: the other factors of the axis stay where the axis was."""
         shape = tensor.shape
+        if self == (0, 1, 1):
+            return tensor
         split = (*shape[: self.axis], self.outer, batch, self.inner, *shape[self.axis + 1 :])
         moved = tensor.reshape(split).movedim(self.axis + 1, 0)
         # factors of one are dropped, so that a plain batch axis leaves no trace

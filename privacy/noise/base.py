@@ -16,7 +16,7 @@ __all__ = ["Mechanism", "check_scale", "check_total"]
 
 
 class Mechanism(Protocol):
-    """Adds noise to a total. Frozen; the same names give the same noise.
+    """Adds noise to a total; frozen.
 
     Attributes:
         name: for ledgers and reports.
@@ -44,7 +44,20 @@ class Mechanism(Protocol):
         *,
         bound: float = 1.0,
     ) -> Tensor:
-        """Noise alone: `std` is its size in model units, `bound` the clip bound, which sets a grid."""
+        """Noise alone; the same names give the same noise.
+
+        Args:
+            shape: of the noise.
+            std: its standard deviation in model units, or what the mechanism takes in its place; at least 0.
+            source: the secret.
+            purpose: name of the stream, as are `step` and `tensor`.
+            step: the step.
+            tensor: the tensor.
+            bound: the clip bound, from which a mechanism may take its grid.
+
+        Raises:
+            ConfigError: `std` is out of range.
+        """
         ...
 
     def add(
@@ -58,7 +71,21 @@ class Mechanism(Protocol):
         *,
         bound: float = 1.0,
     ) -> Tensor:
-        """The total with the noise of `sample`, in the total's dtype."""
+        """The total with the noise of `sample`, in the total's dtype and on its device.
+
+        Args:
+            total: any shape; float32 or float64 unless the mechanism says otherwise.
+            std: as for `sample`; so are the others.
+            source: the secret.
+            purpose: name of the stream.
+            step: the step.
+            tensor: the tensor.
+            bound: the clip bound.
+
+        Raises:
+            ConfigError: `std` is out of range, or the total has another dtype.
+            DataError: the total does not fit a grid: it is not finite, or too large.
+        """
         ...
 
     def slack(self, bound: float, size: int) -> float:

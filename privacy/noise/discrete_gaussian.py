@@ -9,10 +9,11 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.noise.gaussian import normal
-from mycelia.privacy.noise.grid import GridNoise
+from mycelia.privacy.noise.grid import GridNoise, add_on_grid
 from mycelia.privacy.noise.lattice import lattice
 from mycelia.privacy.noise.source import Stream
 
@@ -50,6 +51,22 @@ class DiscreteGaussian(GridNoise):
         if self.sampler not in ("exact", "rounded"):
             raise ConfigError(f"the sampler is {self.sampler!r}", rule="exact or rounded", who=self.name)
         super().__post_init__()
+
+    def add_drawn(self, total: Tensor, noise: Tensor, *, bound: float = 1.0) -> Tensor:
+        """The total plus noise that was drawn before, both rounded to the grid and added in integers.
+
+        Args:
+            total: float32 or float64, any shape.
+            noise: of the same shape; float64, so that its own grain is far below the grid.
+            bound: the clip bound; sets the default grid.
+
+        Raises:
+            ConfigError: the total has another dtype.
+            DataError: the total is not finite, or beyond 2**52 grid steps.
+        """
+        grid = self.grid(bound)
+        drawn = noise.detach().reshape(-1).numpy(force=True)
+        return add_on_grid(total, grid, lambda _: np.rint(drawn / grid).astype(np.int64), self.name)
 
     def slack(self, bound: float, size: int) -> float:
         """sqrt(size) * grid: rounding moves two neighbouring totals apart by no more, in L2."""

@@ -46,21 +46,7 @@ class Gaussian:
         bound: float = 1.0,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Noise N(0, std²) of the given shape, on the CPU.
-
-        Args:
-            shape: of the noise.
-            std: in model units, at least 0.
-            source: the secret.
-            purpose: name of the stream, as are `step` and `tensor`.
-            step: the step.
-            tensor: the tensor.
-            bound: not used; other mechanisms take their grid from it.
-            dtype: float32 or float64.
-
-        Raises:
-            ConfigError: `std` is negative or not finite.
-        """
+        """Noise N(0, std²) on the CPU, in float32 or float64; see `Mechanism.sample`. `bound` is not used."""
         check_scale(std, self.name)
         size = (shape,) if isinstance(shape, int) else tuple(shape)
         if std == 0:
@@ -79,14 +65,24 @@ class Gaussian:
         *,
         bound: float = 1.0,
     ) -> Tensor:
-        """The total plus `sample`, in the total's dtype and on its device.
-
-        Raises:
-            ConfigError: `std` out of range, or the total is neither float32 nor float64.
-        """
+        """See `Mechanism.add`."""
         check_total(total, self.name)
         noise = self.sample(total.shape, std, source, purpose, step, tensor, dtype=total.dtype)
         return noise.to(total.device).add_(total)
+
+    def add_drawn(self, total: Tensor, noise: Tensor, *, bound: float = 1.0) -> Tensor:
+        """The total plus noise that was drawn before, in the total's dtype and on its device.
+
+        Args:
+            total: float32 or float64, any shape.
+            noise: of the same shape.
+            bound: not used.
+
+        Raises:
+            ConfigError: the total has another dtype.
+        """
+        check_total(total, self.name)
+        return total + noise.to(total)
 
     def slack(self, bound: float, size: int) -> float:
         """0: nothing is rounded to a grid."""

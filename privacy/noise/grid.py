@@ -146,17 +146,8 @@ class GridNoise(ABC):
     ) -> Tensor:
         """Noise alone, float64, multiples of the grid; `add` also rounds the total, which safety needs.
 
-        Args:
-            shape: of the noise.
-            std: in model units: 0, or from 1000 to 2**44 grid steps; Laplace noise takes its scale here.
-            source: the secret.
-            purpose: name of the stream, as are `step` and `tensor`.
-            step: the step.
-            tensor: the tensor.
-            bound: the clip bound; sets the default grid.
-
-        Raises:
-            ConfigError: `std` is out of range.
+        See `Mechanism.sample`; `std` is 0, or from 1000 to 2**44 grid steps. Laplace noise takes its scale
+        there.
         """
         size = (shape,) if isinstance(shape, int) else tuple(shape)
         grid = self.grid(bound)
@@ -174,21 +165,7 @@ class GridNoise(ABC):
         *,
         bound: float = 1.0,
     ) -> Tensor:
-        """The rounded total plus noise, in the total's dtype and on its device.
-
-        Args:
-            total: float32 or float64, any shape.
-            std: as for `sample`; so are the others.
-            source: the secret.
-            purpose: name of the stream.
-            step: the step.
-            tensor: the tensor.
-            bound: the clip bound; sets the default grid.
-
-        Raises:
-            ConfigError: `std` out of range, or the total has another dtype.
-            DataError: the total is not finite, or beyond 2**52 grid steps.
-        """
+        """The rounded total plus noise; see `Mechanism.add`. A total is refused beyond 2**52 grid steps."""
         grid = self.grid(bound)
         name = (purpose, step, tensor)
         return add_on_grid(total, grid, lambda size: self._drawn(size, std / grid, source, name), self.name)

@@ -54,19 +54,9 @@ class Skellam:
         *,
         bound: float = 1.0,
     ) -> Tensor:
-        """Integer noise of standard deviation `std`, int64 of the given shape.
+        """Integer noise, int64; see `Mechanism.sample`.
 
-        Args:
-            shape: of the noise.
-            std: in grid units, in [0, 2**20].
-            source: the secret.
-            purpose: name of the stream, as are `step` and `tensor`.
-            step: the step.
-            tensor: the tensor.
-            bound: not used: the caller has rounded to integers.
-
-        Raises:
-            ConfigError: `std` is out of range.
+        `std` is in grid units, in [0, 2**20], and `bound` is not used: the caller has rounded to integers.
         """
         check_scale(std, self.name)
         if std > _MAX_STD:
@@ -92,11 +82,7 @@ class Skellam:
         *,
         bound: float = 1.0,
     ) -> Tensor:
-        """The integer total plus noise.
-
-        Raises:
-            ConfigError: `std` is out of range, or the total is not int64.
-        """
+        """The total, which is int64, plus noise; see `Mechanism.add`."""
         if total.dtype is not torch.int64:
             raise ConfigError(
                 f"the total is {total.dtype}",

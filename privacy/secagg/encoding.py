@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -112,10 +112,10 @@ class Decoded:
         values: the sum of weight times vector, float64 [size].
     """
 
-    total: _Integers
+    total: _Integers = field(repr=False)
     weight: int
     slots: Mapping[str, int]
-    values: _Floats
+    values: _Floats = field(repr=False)
 
     @property
     def mean(self) -> _Floats:

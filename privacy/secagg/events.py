@@ -2,7 +2,8 @@
 
 The driver (a service, the simulation or a test) carries out the effects of one event in their order before
 the next event; a `Persist` is durable before the effect behind it is begun. Whoever drives a machine owns the
-clock, the files and the connections.
+clock, the files and the connections. Printed, none of them shows what it carries: an answer may hold shares,
+and what is printed ends up in logs.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class Received(NamedTuple):
     sender: int
     data: bytes
 
+    def __repr__(self) -> str:
+        return f"Received(sender={self.sender}, {len(self.data)} bytes)"
+
 
 class ChunkReceived(NamedTuple):
     """The next part of an upload whose header came before; chunks count from 0."""
@@ -53,6 +57,9 @@ class ChunkReceived(NamedTuple):
     sender: int
     number: int
     data: bytes | memoryview
+
+    def __repr__(self) -> str:
+        return f"ChunkReceived(sender={self.sender}, number={self.number}, {len(self.data)} bytes)"
 
 
 class Tick(NamedTuple):
@@ -68,6 +75,9 @@ class LocalUpdate(NamedTuple):
     """Floats to be encoded, or whole numbers that are codes already, [d]."""
     weight: int = 1
     slots: Mapping[str, int] = {}
+
+    def __repr__(self) -> str:
+        return "LocalUpdate(…)"
 
 
 class Close(NamedTuple):
@@ -115,6 +125,9 @@ class Send(NamedTuple):
     to: int
     data: bytes
 
+    def __repr__(self) -> str:
+        return f"Send(to={self.to}, {len(self.data)} bytes)"
+
 
 class SendStream(NamedTuple):
     """Send the bytes of an envelope, then chunks of at most `CHUNK_BYTES`."""
@@ -122,6 +135,9 @@ class SendStream(NamedTuple):
     to: int
     header: bytes
     chunks: Iterable[memoryview]
+
+    def __repr__(self) -> str:
+        return f"SendStream(to={self.to}, {len(self.header)} bytes and chunks)"
 
 
 class Release(NamedTuple):

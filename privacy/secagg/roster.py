@@ -32,6 +32,8 @@ MAX_ENTRIES: Final = 2**16
 MAX_ROSTER_BYTES: Final = 2**26
 _MAX_SERVERS: Final = 64
 _MAX_GROUPS: Final = 64
+_MAX_KEYS: Final = 2
+"""Entries of one client: that of the keys it has, and that of the keys it changes to."""
 _LAST: Final = 253_402_300_799  # the last second of the year 9999
 _WHO: Final = "roster"
 
@@ -94,8 +96,8 @@ class Roster:
     Attributes:
         epoch: grows by at least 1 with every change.
         expires: last second of validity, Unix time.
-        clients: by increasing id.
-        servers: at least one.
+        clients: by increasing id; while the keys of a client are rotated it has two entries, the newer last.
+        servers: none before the first is enrolled; then nobody speaks for the server.
         revoked: ids that are refused whether they have an entry or not, increasing.
 
     Raises:
@@ -120,9 +122,9 @@ class Roster:
             raise _refused(
                 f"{len(self.clients)} clients, {len(self.revoked)} revoked", f"at most {MAX_ENTRIES} of each"
             )
-        if not 1 <= len(self.servers) <= _MAX_SERVERS:
-            raise _refused(f"{len(self.servers)} servers", f"1 to {_MAX_SERVERS}")
-        _check_increasing("clients", [entry.client for entry in self.clients])
+        if len(self.servers) > _MAX_SERVERS:
+            raise _refused(f"{len(self.servers)} servers", f"at most {_MAX_SERVERS}")
+        _check_increasing("clients", [entry.client for entry in self.clients], most=_MAX_KEYS)
         _check_increasing("revoked", self.revoked)
         for entry in self.clients:
             _check_client(entry)
@@ -230,13 +232,27 @@ class Roster:
         Raises:
             SecureSumError: `BAD_SIGNATURE` for an id that is unknown, revoked, or not valid now.
         """
-        entry = self._clients.get(client)
-        if entry is None or client in self._revoked:
+        return self.entries(client, now)[-1]
+
+    def entries(self, client: int, now: int) -> tuple[ClientEntry, ...]:
+        """The entries of a client that may take part: two while its keys are rotated, the newer last.
+
+        Args:
+            client: its id.
+            now: Unix time in seconds.
+
+        Raises:
+            SecureSumError: `BAD_SIGNATURE` for an id that is unknown, revoked, or not valid now.
+        """
+        entries = self._clients.get(client, ())
+        if not entries or client in self._revoked:
             found = "the client is revoked" if client in self._revoked else "no such client"
             raise SecureSumError(
                 Reason.BAD_SIGNATURE, found, rule="listed in the roster and not revoked", client=client
             )
-        if not entry.not_before <= now <= entry.not_after:
+        valid = tuple([entry for entry in entries if entry.not_before <= now <= entry.not_after])
+        if not valid:
+            entry = entries[-1]
             raise SecureSumError(
                 Reason.BAD_SIGNATURE,
                 f"its entry is valid from {_date(entry.not_before)} to {_date(entry.not_after)}",
@@ -244,7 +260,7 @@ class Roster:
                 fix="mycelia enrol renew",
                 client=client,
             )
-        return entry
+        return valid
 
     def verify(self, envelope: Envelope, now: int) -> bytes:
         """Refuse an envelope that its sender did not sign, or that comes from nobody in the roster.
@@ -260,7 +276,10 @@ class Roster:
             SecureSumError: `BAD_SIGNATURE`.
         """
         if envelope.sender != SERVER:
-            key = self.entry(envelope.sender, now).identity_key
+            key, *others = [entry.identity_key for entry in reversed(self.entries(envelope.sender, now))]
+            for other in others:
+                if verify_bytes(other, envelope.signature, envelope.signed):
+                    return other
             verify(envelope, key)
             return key
         for server in self.servers:
@@ -275,8 +294,11 @@ class Roster:
         )
 
     @cached_property
-    def _clients(self) -> dict[int, ClientEntry]:
-        return {entry.client: entry for entry in self.clients}
+    def _clients(self) -> dict[int, tuple[ClientEntry, ...]]:
+        found: dict[int, tuple[ClientEntry, ...]] = {}
+        for entry in self.clients:
+            found[entry.client] = (*found.get(entry.client, ()), entry)
+        return found
 
     @cached_property
     def _revoked(self) -> frozenset[int]:
@@ -351,10 +373,11 @@ def _check_text(text: str, entry: ClientEntry | ServerEntry) -> None:
         raise _refused("a name that is too long or does not print", f"at most {MAX_TEXT} bytes", entry)
 
 
-def _check_increasing(name: str, ids: Iterable[int]) -> None:
-    last = SERVER
+def _check_increasing(name: str, ids: Iterable[int], most: int = 1) -> None:
+    last, times = SERVER, most
     for client in ids:
-        if not last < client < 2**64:
+        times = times + 1 if client == last else 1
+        if not last <= client < 2**64 or times > most:
             raise _refused(f"{name}: {client} after {last}", "ids count from 1 and increase")
         last = client
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from mycelia.engine.algorithms import Message
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.sums import Total
 
-__all__ = ["COLUMNS", "Backend", "Failure", "Outcomes", "Progress", "quiet"]
+__all__ = ["COLUMNS", "Backend", "Failure", "Outcomes", "Packed", "PackedShape", "Progress", "quiet"]
 
 COLUMNS = ("done", "weight", "loss_sum", "examples", "steps", "seconds")
 """What a backend records for each client it trained; `done` is 1 where the update was added."""
@@ -45,16 +45,58 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Updates that are packed for a secure sum, in the order asked for; rows of those that failed are void.
+
+    Attributes:
+        vectors: floating point [clients, size].
+        whole: int64 [clients, 1 + slots]: the weight, then the slots.
+    """
+
+    vectors: npt.NDArray[Any]
+    whole: npt.NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, clients: int, shape: PackedShape) -> Packed:
+        """Room for so many."""
+        return cls(
+            np.zeros((clients, shape.size), np.float64 if shape.double else np.float32),
+            np.zeros((clients, 1 + shape.slots), np.int64),
+        )
+
+
+class PackedShape(NamedTuple):
+    """What one packed update takes.
+
+    Attributes:
+        size: of the vector.
+        slots: whole numbers beside the weight.
+        double: whether the vector is float64, else float32.
+    """
+
+    size: int
+    slots: int
+    double: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one update."""
+        return self.size * (8 if self.double else 4) + 8 * (1 + self.slots)
+
+
+@dataclass(frozen=True)
 class Outcomes:
     """What became of the clients of one call.
 
     Attributes:
         table: float64 [clients, len(COLUMNS)], in the order asked for.
         failures: those that did not contribute.
+        packed: their updates, for a secure sum; None where they are in the running sum.
     """
 
     table: npt.NDArray[np.float64]
     failures: tuple[Failure, ...]
+    packed: Packed | None = None
 
 
 class Backend(ABC):
@@ -65,7 +107,7 @@ class Backend(ABC):
 
     @abstractmethod
     def train(self, message: Message, clients: Sequence[int], progress: Progress = quiet) -> Outcomes:
-        """Train these clients from `message` and add their updates to the running sum.
+        """Train these clients from `message` and add their updates to the running sum, or give them back.
 
         `progress` is called now and then with (clients done, clients asked).
         """

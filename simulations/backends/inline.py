@@ -10,7 +10,7 @@ import numpy as np
 from mycelia.engine.algorithms import Message
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.sums import ExactSum, Total
-from mycelia.simulations.backends.base import COLUMNS, Backend, Outcomes, Progress, quiet
+from mycelia.simulations.backends.base import COLUMNS, Backend, Outcomes, Packed, Progress, quiet
 from mycelia.simulations.backends.replica import Replica, Task
 
 __all__ = ["Inline"]
@@ -37,12 +37,14 @@ class Inline(Backend):
             self._fresh = False
         table = np.zeros((len(clients), len(COLUMNS)))
         failures = []
+        shape = self._replica.task.packed
+        packed = None if shape is None else Packed.empty(len(clients), shape)
         for position, client in enumerate(clients):
-            failure = self._replica.train(message, int(client), table[position])
+            failure = self._replica.train(message, int(client), table[position], packed, position)
             if failure is not None:
                 failures.append(replace(failure, position=position))
             progress(position + 1, len(clients))
-        return Outcomes(table, tuple(failures))
+        return Outcomes(table, tuple(failures), packed)
 
     def total(self) -> Total:
         """The running sum; the next `train` starts a new one."""

@@ -22,7 +22,8 @@ from mycelia.engine.program import Program
 from mycelia.engine.sums import ExactSum, SumFormat, Update
 from mycelia.engine.transforms.compile import Adder
 from mycelia.privacy.pipeline import Pipeline, Sent
-from mycelia.simulations.backends.base import Failure
+from mycelia.privacy.secure_updates import SLOTS, VECTOR
+from mycelia.simulations.backends.base import Failure, Packed, PackedShape
 from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.partition import Partition
 
@@ -51,6 +52,7 @@ class Task:
         adder: the compiled sum of float32 parameters, None for the other plans.
         pipeline: what a client does to its update before it is summed.
         steps_of: makes the local steps where they are not SGD.
+        packed: what an update takes that the pipeline packs for a secure sum; None: updates are summed here.
     """
 
     program: Program
@@ -68,6 +70,7 @@ class Task:
     adder: Path | None = None
     pipeline: Pipeline = field(default_factory=Pipeline)
     steps_of: StepsOf | None = None
+    packed: PackedShape | None = None
 
 
 class Replica:
@@ -101,8 +104,23 @@ class Replica:
             steps_of=task.steps_of,
         )
 
-    def train(self, message: Message, client: int, row: npt.NDArray[np.float64]) -> Failure | None:
-        """Train one client, add its update and fill its row; what went wrong, or None."""
+    def train(
+        self,
+        message: Message,
+        client: int,
+        row: npt.NDArray[np.float64],
+        packed: Packed | None = None,
+        position: int = 0,
+    ) -> Failure | None:
+        """Train one client, add its update and fill its row; what went wrong, or None.
+
+        Args:
+            message: from the server.
+            client: whom to train.
+            row: float64 [len(COLUMNS)].
+            packed: takes the update instead, in the row of `position`.
+            position: see `packed`.
+        """
         started = time.perf_counter()
         algorithm = self.task.algorithm
         written = version(message.vector)
@@ -130,10 +148,15 @@ class Replica:
                 fix="clone message.vector before changing it",
                 who=f"algorithm {algorithm.name}, client {client}",
             )
-        try:
-            self.sum.add(update)
-        except DataError as error:
-            return Failure(-1, True, error.found, error.fix or error.rule)
+        if packed is not None:
+            vector = update.terms[VECTOR]
+            packed.vectors[position] = vector.values.numpy()
+            packed.whole[position] = [int(vector.weight), *update.terms[SLOTS].values.tolist()]
+        else:
+            try:
+                self.sum.add(update)
+            except DataError as error:
+                return Failure(-1, True, error.found, error.fix or error.rule)
         if algorithm.stateful and new_state is not None:
             self.store.put(client, message.round, new_state)
         metrics = update.metrics

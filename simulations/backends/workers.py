@@ -29,7 +29,7 @@ from mycelia.engine.heap import keep_heap
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.schema import Role
 from mycelia.engine.sums import ExactSum, Total
-from mycelia.simulations.backends.base import COLUMNS, Backend, Failure, Outcomes, Progress, quiet
+from mycelia.simulations.backends.base import COLUMNS, Backend, Failure, Outcomes, Packed, Progress, quiet
 from mycelia.simulations.backends.replica import Replica, Task
 from mycelia.simulations.backends.shared import Layout, SharedTensors
 
@@ -83,6 +83,10 @@ class Workers(Backend):
             tensors[f"extra/{name}"] = (tuple(tensor.shape), tensor.dtype)
         for worker in range(self.workers):
             tensors[f"sum/{worker}"] = ((task.form.size,), torch.int64)
+        if task.packed is not None:
+            kind = torch.float64 if task.packed.double else torch.float32
+            tensors["packed/vectors"] = ((task.max_cohort, task.packed.size), kind)
+            tensors["packed/whole"] = ((task.max_cohort, 1 + task.packed.slots), torch.int64)
         shared = _Shared(task.folder / "model", Layout.of(tensors), tuple(extra))
         self._tensors = SharedTensors(shared.path, shared.layout, create=True).tensors
         context = get_context("spawn")
@@ -126,7 +130,10 @@ class Workers(Backend):
         progress(count, count)
         self._fresh = False
         self._count += count - len(failures)
-        return Outcomes(table.numpy().copy(), tuple(sorted(failures, key=lambda f: f.position)))
+        packed = _packed(self._tensors)
+        if packed is not None:
+            packed = Packed(packed.vectors[:count].copy(), packed.whole[:count].copy())
+        return Outcomes(table.numpy().copy(), tuple(sorted(failures, key=lambda f: f.position)), packed)
 
     def total(self) -> Total:
         """The sum over all workers."""
@@ -269,9 +276,10 @@ def _answer(
         if fresh:
             replica.sum.reset()
         clients, table = tensors["clients"].numpy(), tensors["table"].numpy()
+        packed = _packed(tensors)
         failures = []
         while (position := _take(counter)) < count and os.getppid() == parent:
-            failure = replica.train(message, int(clients[position]), table[position])
+            failure = replica.train(message, int(clients[position]), table[position], packed, position)
             if failure is not None:
                 failures.append(replace(failure, position=position))
         return failures
@@ -286,6 +294,13 @@ def _answer(
         client = int(tensors["clients"][position])
         found[client] = replica.spread(message, client, limit)
     return found
+
+
+def _packed(tensors: dict[str, torch.Tensor]) -> Packed | None:
+    """Where packed updates go, as arrays on the shared memory."""
+    if "packed/vectors" not in tensors:
+        return None
+    return Packed(tensors["packed/vectors"].numpy(), tensors["packed/whole"].numpy())
 
 
 def _take(counter: Any) -> int:

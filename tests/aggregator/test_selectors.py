@@ -69,6 +69,42 @@ def test_poisson_with_more_expected_than_there_are() -> None:
         build("poisson").select(range(7), 8, round=0, seed=0)
 
 
+def test_groups_take_turns_and_sizes_within_one_are_binomial() -> None:
+    """A client is in one group for good; a coin of probability groups x k/N for each of those in turn."""
+    selector = build("cyclic-poisson", groups=4)
+    assert not selector.fixed_size
+    drawn = [selector.select(range(200), 10, round=r, seed=3) for r in range(ROUNDS)]
+    members = [set(np.concatenate(drawn[group::4]).tolist()) for group in range(4)]
+    assert sum(map(len, members)) == len(set().union(*members)) == 200
+    size = len(members[1])
+    lowest, highest = binom.ppf([0.02, 0.98], size, 0.2).astype(int)
+    sizes = [len(each) for each in drawn[1::4]]
+    expected = binom.pmf(np.arange(lowest, highest + 1), size, 0.2)
+    observed = [sizes.count(each) for each in range(lowest, highest + 1)]
+    rest, chances = len(sizes) - sum(observed), [*expected, 1 - expected.sum()]
+    assert chisquare([*observed, rest], np.array(chances) * len(sizes)).pvalue > 1e-4
+    grown = [set(selector.select(range(300), 15, round=r, seed=4).tolist()) for r in range(400)]
+    for group in range(4):  # whoever else is there
+        assert {each for each in set().union(*grown[group::4]) if each < 200} <= members[group]
+
+
+def test_groups_beyond_one_block_and_of_names() -> None:
+    drawn = build("cyclic-poisson", groups=2).select(range(200_000), 20_000, round=1, seed=0)
+    assert len(drawn) == pytest.approx(20_000, abs=6 * np.sqrt(100_000 * 0.2 * 0.8) + 6 * np.sqrt(50_000))
+    assert drawn[-1] > 199_000
+    names = np.array([f"device {number}" for number in range(50)])
+    halves = [set(build("cyclic-poisson", groups=2).select(names, 25, round=r, seed=0)) for r in range(2)]
+    assert halves[0] | halves[1] == set(names)
+    assert not halves[0] & halves[1]
+
+
+def test_more_expected_than_a_group_holds() -> None:
+    with pytest.raises(ConfigError, match="3 expected of 11 clients in 4 groups"):
+        build("cyclic-poisson", groups=4).select(range(11), 3, round=0, seed=0)
+    with pytest.raises(ConfigError, match="groups"):
+        build("cyclic-poisson")
+
+
 def test_availability_asks_only_those_that_can_be_reached() -> None:
     selector = build("availability")
 

@@ -98,7 +98,7 @@ def test_a_dry_run_says_what_would_run_and_makes_nothing(
         (["quickstart", "-s", "plan=fast"], ["plan"]),
         (["quickstart", "-s", "backend=ray"], ["ray", "not available"]),
         (["quickstart", "-s", "privacy.epsilon=1"], ["privacy.delta: missing", "privacy.clip: missing"]),
-        (["quickstart", "-s", "secure_sum={}"], ["secure_sum", "not available"]),
+        (["quickstart", "-s", "defence={}"], ["defence", "not available"]),
         (["quickstart", "-s", "seed=-1"], ["seed"]),
         (["quickstart", "-s", "model=nowhere:model"], ["nowhere"]),
         (["--resume", "nowhere"], ["nowhere"]),

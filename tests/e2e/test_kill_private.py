@@ -29,6 +29,7 @@ KINDS = {
     "correlated": ["selector=availability", "privacy.participation.separation=4"],
     "local": ["privacy.model=local", "privacy.participation.uses=5"],
     "example": ["privacy.unit=example", "privacy.participation.uses=5"],
+    "shares": ["privacy.model=distributed", "secure_sum.dropout=0.3", "cohort=12", "round.quorum=0.7"],
 }
 
 
@@ -50,6 +51,7 @@ def finished(arguments: list[str]) -> tuple[Any, Any]:
     [
         ("correlated", 1),
         ("example", 1),
+        ("shares", 1),
         *(pytest.param(kind, 10, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]) for kind in KINDS),
     ],
 )

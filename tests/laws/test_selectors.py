@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from mycelia.aggregator.selectors import SELECTORS, build
 
-OPTIONS: dict[str, dict[str, Any]] = {"availability": {}, "poisson": {}, "uniform": {}, "weighted": {}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "availability": {},
+    "cyclic-poisson": {"groups": 1},
+    "poisson": {},
+    "uniform": {},
+    "weighted": {},
+}
 
 
 def test_the_table_is_complete() -> None:

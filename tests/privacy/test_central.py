@@ -220,6 +220,7 @@ def test_parts_of_a_batch_are_one_update() -> None:
         {"factorisation": {"name": "blt", "buffers": 2}},
         {"factorisation": "sqrt-toeplitz"},
         {"mechanism": "discrete-gaussian"},
+        {"factorisation": {"name": "blt", "buffers": 2}, "mechanism": "discrete-gaussian"},
     ],
     ids=str,
 )

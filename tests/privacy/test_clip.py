@@ -25,6 +25,7 @@ from mycelia.privacy.clip import (
     Sensitivity,
     build,
 )
+from mycelia.privacy.groups import Group
 from mycelia.privacy.noise import DiscreteGaussian, Gaussian, NoiseSource
 
 SOURCE = NoiseSource.seeded(23)
@@ -180,7 +181,8 @@ def test_group_clip_sensitivity() -> None:
     other = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1e4, 0.0]])
     moved = float((clipped_mean(group) - clipped_mean(other)).norm())
     assert moved == pytest.approx(2.0)
-    assert clip.sensitivity().bound < moved <= clip.sensitivity().grouped().bound * (1 + 1e-6)
+    limit = clip.sensitivity()
+    assert limit.bound < moved <= limit.under("zero-out", Group(3)) * (1 + 1e-6)
 
 
 def test_sensitivity_out_of_range() -> None:

@@ -27,7 +27,7 @@ from mycelia.privacy.factorisation import (
     sensitivity,
 )
 from mycelia.privacy.factorisation.toeplitz import Toeplitz
-from mycelia.privacy.noise import Gaussian, NoiseSource
+from mycelia.privacy.noise import DiscreteGaussian, Gaussian, Laplace, NoiseSource, Skellam
 
 SOURCE = NoiseSource.seeded(29)
 SMALL_BLT = BLT(2, scales=(0.4, 0.1), decays=(0.7, 0.99))
@@ -265,6 +265,30 @@ def test_streams_can_be_made_again(strategy: Strategy) -> None:
         assert torch.equal(noise.next(again, SOURCE)["w"], noise.next(state, SOURCE)["w"])
 
 
+@EACH
+def test_rounded_rows(strategy: Strategy) -> None:
+    """Totals and rows are integers of the grid; the noise is that of float64 rows and of no total."""
+    steps, bound, size = 9, 2.0, 400
+    grid = 2.0**-29  # the power of two at or below 2e-9
+    noise = CorrelatedNoise(strategy, steps, 3.0, mechanism=DiscreteGaussian(sampler="rounded"), bound=bound)
+    plain, shifted = (noise.init({"w": torch.zeros(size)}) for _ in range(2))
+    assert plain.slots["w"].dtype is torch.float64
+    names = list(tree_names(steps)) if isinstance(strategy, Tree) else [(t, "") for t in range(steps)]
+    drawn = torch.stack([
+        Gaussian().sample(
+            (size,), 3.0, SOURCE, f"noise/{label}" if label else "noise", step, "w", dtype=torch.float64
+        ) for step, label in names
+    ])  # fmt: skip
+    expected = torch.from_numpy(rows(strategy, steps)) @ drawn / grid
+    totals = torch.linspace(-5, 5, size, dtype=torch.float64)
+    for step in range(steps):
+        alone = noise.add({"w": torch.zeros(size).double()}, plain, SOURCE)["w"] / grid
+        assert torch.equal(alone, alone.round())
+        assert (alone - expected[step]).abs().max() < 0.51
+        both = noise.add({"w": totals}, shifted, SOURCE)["w"] / grid
+        assert torch.equal(both - alone, (totals / grid).round())
+
+
 def test_memory() -> None:
     assert Identity().slots(2000) == 0
     assert SqrtToeplitz().slots(2000) == 0
@@ -278,6 +302,14 @@ def test_no_noise() -> None:
     noise = CorrelatedNoise(Tree(), 4, std=0.0)
     state = noise.init({"w": torch.zeros(3)})
     assert all(noise.next(state, SOURCE)["w"].tolist() == [0, 0, 0] for _ in range(4))
+
+
+def test_refused_mechanisms() -> None:
+    for mechanism in (DiscreteGaussian(), Laplace(), Skellam()):
+        with pytest.raises(ConfigError, match='sampler="rounded"'):
+            CorrelatedNoise(Tree(), 4, std=1.0, mechanism=mechanism)
+    with pytest.raises(ConfigError, match="grid steps"):
+        CorrelatedNoise(Tree(), 4, std=1.0, mechanism=DiscreteGaussian(0.01, "rounded"))
 
 
 def test_refusals() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from mycelia.engine.errors import BudgetExceeded, ConfigError, DataError
 from mycelia.engine.sums import ExactSum, SumFormat, Term, TermSpec, Total, Update
 from mycelia.privacy.client_ledgers import ClientLedgers
-from mycelia.privacy.clip import Abadi, QuantileClip, Sensitivity
+from mycelia.privacy.clip import Abadi, AutoS, ClipFunction, Indicator, QuantileClip, Sensitivity
 from mycelia.privacy.factorisation import BLT, CorrelatedNoise, Identity
 from mycelia.privacy.federated import (
     CLIP_BOUND,
@@ -126,6 +127,55 @@ def test_devices_get_no_secret_and_the_vote_is_not_in_the_slack() -> None:
     form = SumFormat.plan({"params": TermSpec(10, 8.0)} | device.terms(), 1.0, 1000)
     plain = SumFormat.plan({"params": TermSpec(10, 8.0)}, 1.0, 1000)
     assert rounding_slack(Sensitivity(1.0), form) == rounding_slack(Sensitivity(1.0), plain)
+
+
+# Public weights
+
+
+def weighed(norm: float, weight: float) -> Update:
+    (term,) = update(norm).terms.values()
+    return Update({"params": replace(term, weight=weight)}, {})
+
+
+@pytest.mark.parametrize("clip", [Abadi(0.5), AutoS(0.5), Indicator(0.5)], ids=lambda each: each.name)
+def test_a_client_moves_the_sum_by_at_most_its_capped_weight(clip: ClipFunction) -> None:
+    """Sums of min(w, w_max) c Δ: with any client left out they lie w_max C apart at most, rounding added."""
+    clients = [(0.1, 1.0), (0.3, 7.0), (4.0, 2.5), (9.0, 50.0), (0.4, 1e6)]
+    form = SumFormat.plan({"params": TermSpec(10, 64.0)}, 5.0, 10)
+    bound = rounding_slack(clip.sensitivity().weighted(5.0), form).total
+    assert bound == pytest.approx(5.0 * 0.5, rel=1e-6)
+    stage, sums = ClipUpdate(clip, weight_max=5.0), []
+    for missing in range(-1, len(clients)):
+        running = ExactSum(form)
+        for client, (norm, weight) in enumerate(clients):
+            if client != missing:
+                running.add(stage.device(weighed(norm, weight), sent(0, client=client)))
+        sums.append(ExactSum.total(form, [running.accumulator], running.count).sums["params"])
+    factors = [float(clip(torch.tensor([norm], dtype=torch.float64))) for norm, _ in clients]
+    expected = sum(min(w, 5.0) * c * n for (n, w), c in zip(clients, factors, strict=True))
+    assert float(sums[0].norm()) == pytest.approx(expected, rel=1e-6)
+    assert max(float((sums[0] - other).norm()) for other in sums[1:]) <= bound
+
+
+def test_noise_and_denominator_follow_the_weights() -> None:
+    sensitivity = Sensitivity(0.5).weighted(4.0)
+    noise = ServerNoise(Gaussian(), SOURCE, 1.5, sensitivity, 30.0, mean_weight=2.5)
+    found, _ = noise.server(zeros("params"), {}, 0)
+    assert (found.weights, found.count) == ({"params": 30.0 * 2.5}, 30)
+    assert float(found.sums["params"].std()) == pytest.approx(1.5 * 4.0 * 0.5, rel=0.03)
+    rows = CorrelatedNoise(Identity(), 2, 1.0)
+    assert FactorisedNoise(rows, SOURCE, 30.0, 2.5).server(zeros("params"), {}, 0)[0].weights == found.weights
+
+
+def test_weights_that_are_not_one_number_are_refused() -> None:
+    one, other = weighed(0.3, 1.0).terms["params"], weighed(0.3, 2.0).terms["params"]
+    with pytest.raises(ConfigError, match="weighting"):
+        ClipUpdate(Abadi(0.5)).device(weighed(0.3, 2.0), sent(0))
+    with pytest.raises(ConfigError, match="one public weight"):
+        ClipUpdate(Abadi(0.5), 5.0).device(Update({"a": one, "b": other}, {}), sent(0))
+    for weight in (0.0, -1.0, math.inf):
+        with pytest.raises(ConfigError, match="weight_max"):
+            Sensitivity(1.0).weighted(weight)
 
 
 # Correlated noise

@@ -32,6 +32,7 @@ from mycelia.privacy.factorisation import (
 )
 from mycelia.privacy.noise.discrete_gaussian import DiscreteGaussian
 from mycelia.privacy.noise.gaussian import Gaussian
+from mycelia.privacy.noise.laplace import Laplace
 from mycelia.privacy.noise.source import NoiseSource
 from mycelia.privacy.sampling import CyclicPoisson, FullBatch, MinSep, Poisson
 
@@ -125,6 +126,52 @@ def test_the_run_is_one_release(strategy: Strategy) -> None:
     assert begun.ledger.statement(1e-5).epsilon == pytest.approx(one, rel=1e-9)
 
 
+def test_safe_noise_is_the_same_release_on_a_grid() -> None:
+    """Integers of the grid; the rows of z (C + √d grid), made in float64 and rounded; and the same ε."""
+    grid, entries = 2.0**-14, 4 * 6 + 4
+    safe = DiscreteGaussian(step=1e-4, sampler="rounded")
+    train = attached(mechanism=safe)
+    noised = gradients(train)
+    plain = gradients(attached(noise=0.0))
+    rows = torch.linalg.inv(dense(Banded(4), 12))
+    std = 2.0 * (0.5 + math.sqrt(entries) * grid)
+    for name, shape in (("weight", (4, 6)), ("bias", (4,))):
+        drawn = torch.stack([
+            Gaussian().sample(
+                shape, std, NoiseSource.seeded(7), "noise", step, name, dtype=torch.float64
+            ) for step in range(12)
+        ])  # fmt: skip
+        expected = (torch.tensordot(rows, drawn, 1) / grid).round()
+        sums = torch.stack([15.0 * each[name] for each in noised]) / grid
+        totals = torch.stack([15.0 * each[name] for each in plain]) / grid
+        # float32 means have some 24 digits, so a sum of thousands of steps is told to a hundredth
+        assert (sums - sums.round()).abs().max() < 0.05
+        assert (sums.round() - totals.round() - expected).abs().max() <= 1
+    moved = sensitivity(Banded(4), Plan(12, 3, 4))
+    statement = train.ledger.statement(1e-5)
+    assert statement.epsilon == pytest.approx(dp.get_epsilon_gaussian(2.0 / moved, 1e-5), rel=1e-9)
+    (event,) = train.ledger
+    assert event.mechanism == "discrete-gaussian"
+
+
+def test_safe_noise_is_the_default_with_the_source_of_the_system() -> None:
+    for factorisation, sampler in ((Banded(4), "rounded"), (None, "exact")):
+        train = attached(factorisation=factorisation, source=NoiseSource.os())
+        assert train._releases.settings.mechanism == DiscreteGaussian(sampler=sampler)
+        gradients(train)
+
+
+def test_parameters_that_come_late_are_refused_with_factorised_noise() -> None:
+    """What rounding adds was figured for those that were there."""
+    train = attached(mechanism=DiscreteGaussian(sampler="rounded"))
+    train.model.register_parameter("late", nn.Parameter(torch.zeros(3)))
+    train.optimizer.add_param_group({"params": [train.model.get_parameter("late")]})
+    train.loss(next(train.batches(data()))).backward()
+    with pytest.raises(ConfigError, match="31 entries are trained, and there were 28"):
+        train.optimizer.step()
+    assert train.ledger.steps == 0
+
+
 def test_a_budget_pays_for_all_of_it_or_nothing() -> None:
     moved = planned(FITTED, MinSep(3, 4)).sampler.sensitivity
     one = dp.get_epsilon_gaussian(2.0 / moved, 1e-5)
@@ -193,7 +240,8 @@ def test_bands_are_amplified_over_groups() -> None:
         ({"clip": QuantileClip()}, "clip bound that moves"),
         ({"clip_schedule": schedules.ExpDecay(0.5)}, "clip bound that moves"),
         ({"noise": schedules.ExpDecay(2.0)}, "noise schedule"),
-        ({"mechanism": DiscreteGaussian()}, "discrete-gaussian noise"),
+        ({"mechanism": DiscreteGaussian()}, "exact discrete noise"),
+        ({"mechanism": Laplace()}, "Laplace noise"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], named: str) -> None:

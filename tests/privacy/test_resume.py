@@ -22,6 +22,7 @@ from mycelia.privacy.budget import Budget
 from mycelia.privacy.clip import Abadi, AutoS, QuantileClip
 from mycelia.privacy.factorisation import BLT, Banded
 from mycelia.privacy.ledger import FILE, Ledger
+from mycelia.privacy.noise.discrete_gaussian import DiscreteGaussian
 from mycelia.privacy.noise.source import NoiseSource
 from mycelia.privacy.sampling import FixedSize, MinSep, Poisson
 
@@ -60,6 +61,13 @@ LOOPS: dict[str, Callable[[NoiseSource | None], PrivateTraining]] = {
     "correlated": lambda source: DPSGD(
         model_of(), loss_fn, lr=0.3, momentum=0.9, source=source,
         **(COMMON | {"sampler": MinSep(4, 3), "factorisation": BLT(2, (0.3, 0.2), (0.9, 0.5))}),
+    ),
+    "on a grid": lambda source: DPSGD(
+        model_of(), loss_fn, lr=0.3, momentum=0.9, source=source,
+        **(COMMON | {
+            "sampler": MinSep(4, 3), "factorisation": BLT(2, (0.3, 0.2), (0.9, 0.5)),
+            "mechanism": DiscreteGaussian(sampler="rounded"),
+        }),
     ),
 }  # fmt: skip
 
@@ -215,9 +223,10 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     assert all(bytes.fromhex(key) not in path.read_bytes() for path in public)
 
 
-def test_factorised_noise_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["correlated", "on a grid"])
+def test_factorised_noise_is_made_again(tmp_path: Path, name: str) -> None:
     """Where its memory is gone or damaged, the names of the draws give the same."""
-    loop(LOOPS["correlated"](NoiseSource.seeded(7)), tmp_path / "none", steps=10)
+    loop(LOOPS[name](NoiseSource.seeded(7)), tmp_path / "none", steps=10)
     ends = []
     for harm in ("gone", "damaged", "none"):
         folder = tmp_path / harm
@@ -228,7 +237,7 @@ def test_factorised_noise_is_made_again(tmp_path: Path) -> None:
             path.unlink()
         elif harm == "damaged":
             path.write_bytes(path.read_bytes()[:-4] + b"\x00\x00\x80\x3f")
-        ends.append(loop(LOOPS["correlated"](NoiseSource.seeded(9)), folder))
+        ends.append(loop(LOOPS[name](NoiseSource.seeded(9)), folder))
     assert all(torch.equal(a, b) for end in ends[1:] for a, b in zip(ends[0], end, strict=True))
 
 

@@ -50,6 +50,14 @@ class Odd(FedAvg):
 
 
 @dataclass(frozen=True)
+class Median(FedAvg):
+    """An algorithm whose server would look at each update."""
+
+    name: ClassVar[str] = "median"
+    linear: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
 class Counting(FedAvg):
     """FedAvg whose clients count their rounds and add the count to their first parameter."""
 

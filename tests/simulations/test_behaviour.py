@@ -210,3 +210,59 @@ def test_bad_settings(tables: dict, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         behaviour(**tables)
     assert says in str(caught.value)
+
+
+# Under a secure sum
+
+SECURE_STAGES = (1, 5, 2, 3, 6, 7)
+
+
+@given(st.integers(0, 40), st.floats(0, 1), st.integers(0, 1000))
+def test_a_share_is_spread_over_the_six_phases_of_a_secure_sum(n: int, share: float, round: int) -> None:
+    fates = behaviour(dropout=share).fates(1, np.arange(n) * 7, round=round, secure=True)
+    by_stage = np.bincount(fates.stage, minlength=8)
+    lost = math.floor(share * n + 0.5)
+    assert by_stage[0] == n - lost
+    assert by_stage[4] == 0
+    each = by_stage[list(SECURE_STAGES)]
+    assert each.sum() == lost
+    assert each.max() - each.min() <= 1
+
+
+def test_in_six_rounds_every_phase_has_its_turn() -> None:
+    stages = {
+        int(stage)
+        for round in range(6)
+        for stage in behaviour(dropout=0.1).fates(1, np.arange(10), round=round, secure=True).stage
+    }
+    assert stages == {0, *SECURE_STAGES}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("configure", 1), ("sharing", 5), ("train", 2), ("upload", 3), ("agree", 6), ("unmask", 7)],
+)
+def test_rates_of_the_phases_of_a_secure_sum(name: str, stage: int) -> None:
+    stages = behaviour(dropout={name: 0.3}).fates(3, MANY, round=1, secure=True).stage
+    assert set(stages.tolist()) == {0, stage}
+    assert close_to(int((stages == stage).sum()), len(MANY), 0.3)
+
+
+def test_who_vanishes_behind_its_upload_takes_the_time_of_one() -> None:
+    plain = behaviour(speed={"steps_per_s": 10})
+    gone = behaviour(speed={"steps_per_s": 10}, dropout={"agree": 1.0})
+    early = behaviour(speed={"steps_per_s": 10}, dropout={"sharing": 1.0})
+    given_ = {"round": 1, "steps": 100, "secure": True}
+    assert (
+        gone.fates(0, MANY[:9], **given_).end_s.tolist() == plain.fates(0, MANY[:9], **given_).end_s.tolist()
+    )
+    assert early.fates(0, MANY[:9], **given_).end_s.tolist() == [0] * 9
+    assert gone.fates(0, MANY[:9], **given_).loss(0)[1] == "dropped out in agree"
+    assert early.fates(0, MANY[:9], **given_).loss(0) == ("configure", "dropped out in sharing")
+
+
+def test_phases_of_a_secure_sum_are_told_apart() -> None:
+    assert behaviour(dropout={"agree": 0.1}).dropout.secure
+    assert not behaviour(dropout={"train": 0.1, "upload": 0.2}).dropout.secure
+    with pytest.raises(ConfigError, match="not both"):
+        behaviour(dropout={"share": 0.1, "unmask": 0.1})

@@ -144,25 +144,13 @@ def test_noise_is_in_the_sum(mechanism: str) -> None:
     "record",
     ["CONFIG", "ADVERT", "U0", "SHARES", "U1", "RECEIPT", "SNAPSHOT", "U2", "AGREE", "CHARGED", "RESULT"],
 )
-@pytest.mark.parametrize(
-    "drop",
-    ["masked", *(pytest.param(drop, marks=pytest.mark.slow) for drop in (None, "share", "agree", "unmask"))],
-)
-def test_a_server_that_stops_goes_on(record: str, drop: str | None) -> None:
-    drops = {} if drop is None else {3: drop}
-    named = {"config": SETTINGS, "seed": 1, "drops": drops}
+def test_a_server_that_stops_goes_on(record: str) -> None:
+    named = {"config": SETTINGS, "seed": 1, "drops": {3: "masked"}}
     found = secure_sum(VECTORS, crash={"server": record}, **named)  # type: ignore[arg-type]
     straight = secure_sum(VECTORS, **named)  # type: ignore[arg-type]
     assert np.array_equal(found.total, plain(found.survivors))
     assert found.transcript_sha256 == straight.transcript_sha256
     assert len(found.charged) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", range(1, 46))
-def test_a_server_may_stop_after_any_record(place: int) -> None:
-    found = secure_sum(VECTORS, config=SETTINGS, seed=1, crash={"server": place}, drops={3: "masked"})
-    assert np.array_equal(found.total, plain(found.survivors))
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -187,8 +175,11 @@ def test_after_a_release_there_is_no_second_attempt() -> None:
     drops = dict.fromkeys((2, 4, 6), "unmask")
     with pytest.raises(SecureSumAborted) as caught:
         secure_sum(VECTORS, config=SETTINGS, drops=drops, attempts=3)
-    assert (caught.value.reason, caught.value.phase) == (Reason.COHORT_TOO_SMALL, "advertise")
-    assert {fault.reason for fault in caught.value.faults} >= {Reason.UNMASK_SHORT, Reason.ALREADY_RELEASED}
+    assert (caught.value.reason, caught.value.phase, caught.value.attempts) == (
+        Reason.UNMASK_SHORT,
+        "unmask",
+        1,
+    )
 
 
 def test_too_few_clients_are_told_with_the_numbers() -> None:
@@ -336,24 +327,6 @@ def test_a_large_upload_travels_in_chunks_and_its_size_is_known() -> None:
     found = secure_sum(vectors, config=settings, drops={2: "masked:partial"})
     assert np.array_equal(found.total, vectors[[0, 2, 3]].sum(axis=0))
     assert 0 < found.upload_bytes - 4 * (2**19 + 4) < 500
-
-
-@pytest.mark.slow
-def test_a_thousand_schedules() -> None:
-    rng = np.random.default_rng(9)
-    opened = 0
-    for seed in range(1000):
-        drops = {
-            int(client): str(rng.choice([*PHASES, "masked:partial", "masked:late"]))
-            for client in rng.choice(np.arange(1, N + 1), rng.integers(0, 5), replace=False)
-        }
-        try:
-            found = secure_sum(VECTORS, config=SETTINGS, drops=drops, order=seed)
-        except SecureSumAborted:
-            continue
-        opened += 1
-        assert np.array_equal(found.total, plain(found.survivors))
-    assert opened > 300
 
 
 @pytest.mark.slow

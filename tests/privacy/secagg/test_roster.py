@@ -157,9 +157,40 @@ def test_entries() -> None:
     assert load(online.sign(OPERATOR)).entry(1, NOW).issuer == "online"
 
 
+def test_nobody_speaks_for_no_server() -> None:
+    empty = Roster(1, NOW, (), ())
+    assert load(empty.sign(OPERATOR)) == empty
+    with pytest.raises(SecureSumError, match="BAD_SIGNATURE"):
+        empty.verify(sign(Done(bytes(32)), bytes(32), SERVER, SERVERS[0]), NOW)
+
+
+def test_old_and_new_keys_are_valid_together() -> None:
+    roster = replace(ROSTER, clients=(*ROTATED, *ROSTER.clients[1:]))
+    assert load(roster.sign(OPERATOR)) == roster
+    assert roster.entries(1, NOW) == ROTATED
+    assert roster.entry(1, NOW) is ROTATED[1]
+    assert roster.entries(1, NOW - 1) == ROTATED[:1]
+    assert roster.entries(1, NOW + 11) == ROTATED[1:]
+    for key in (CLIENTS[1], RENEWED):
+        assert roster.verify(sign(Complaint(9), bytes(32), 1, key), NOW) == key.public
+    old, wrong = (sign(Complaint(9), bytes(32), 1, key) for key in (CLIENTS[1], CLIENTS[2]))
+    for envelope, now in ((old, NOW + 11), (wrong, NOW), (old, NOW + 100)):
+        with pytest.raises(SecureSumError, match="BAD_SIGNATURE"):
+            roster.verify(envelope, now)
+    with pytest.raises(SecureSumError, match="revoked"):
+        replace(roster, revoked=(1,)).entries(1, NOW)
+
+
 # --- what is no roster ----------------------------------------------------------------------------
 
 FIRST, SECOND = ROSTER.clients[:2]
+RENEWED = Identity(bytes([4]) * 32)
+ROTATED = (
+    FIRST,
+    replace(
+        FIRST, identity_key=RENEWED.public, tls_sha256=bytes([4]) * 32, not_before=NOW, not_after=NOW + 99
+    ),
+)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +200,6 @@ FIRST, SECOND = ROSTER.clients[:2]
         {"epoch": 2**63},
         {"expires": -1},
         {"expires": 2**40},
-        {"servers": ()},
         {"servers": ROSTER.servers[:1] * 65},
         {"servers": ROSTER.servers[:1] * 2},
         {"servers": (replace(ROSTER.servers[0], identity_key=FIRST.identity_key),)},
@@ -177,6 +207,8 @@ FIRST, SECOND = ROSTER.clients[:2]
         {"servers": (replace(ROSTER.servers[0], not_after=0),)},
         {"clients": (SECOND, FIRST)},
         {"clients": (FIRST, FIRST)},
+        {"clients": (ROTATED[1], ROTATED[0], replace(FIRST, identity_key=bytes(32), tls_sha256=b""))},
+        {"clients": (ROTATED[0], SECOND, ROTATED[1])},
         {"clients": (replace(FIRST, client=0),)},
         {"clients": (replace(FIRST, client=2**64),)},
         {"clients": (FIRST, replace(SECOND, identity_key=FIRST.identity_key))},
@@ -211,7 +243,6 @@ def test_the_operator_cannot_sign_what_does_not_decode() -> None:
         body + b"\0",
         body.replace(b"offline", b"offlinE"),
         body.replace(b"ward 1", b"\xff" * 6),
-        struct("SA1/roster", 7, NOW + YEAR, [], [], []),
         struct("SA1/roster", 7, NOW + YEAR, [[1, bytes(32)] + [b""] * 5], [], []),
     ):
         signature = OPERATOR.sign(struct("SA1/roster/sig", wrong))
