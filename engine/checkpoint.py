@@ -19,6 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from mycelia.engine.durable import sync_folder
 from mycelia.engine.errors import DataError, MyceliaError
 from mycelia.engine.types import Tensors
 
@@ -119,11 +120,11 @@ def _write(directory: Path, step: int, files: Mapping[str, bytes]) -> Path:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        _sync_folder(temporary)
+        sync_folder(temporary)
         attempt = max((key[1] + 1 for key, _ in _saved(directory) if key[0] == step), default=0)
         target = directory / (f"step-{step:08d}" + (f".{attempt}" if attempt else ""))
         temporary.rename(target)
-        _sync_folder(directory)
+        sync_folder(directory)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -180,14 +181,3 @@ def _unshared(tensors: Tensors) -> Tensors:
         result[name] = plain.clone() if pointer in storages else plain
         storages.add(pointer)
     return result
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries; Windows keeps them without, and cannot open one."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mycelia.engine import plain_json
+from mycelia.engine.durable import hold
 from mycelia.engine.errors import ConfigError, DataError, MyceliaError
 from mycelia.engine.events import KINDS, SCHEMA_VERSION, Event, Outcome, Outcomes, Resumed, RunFinished
 
@@ -47,7 +48,13 @@ class EventLog:
         except OSError as error:
             raise _unwritable(path, error) from error
         try:
-            _lock(self._file, path)
+            if not hold(self._file):
+                raise MyceliaError(
+                    "another process is writing this run",
+                    rule="one process at a time writes a run",
+                    fix="wait for it or stop it",
+                    who=str(path.parent),
+                )
             self._size = _cut_unfinished_line(self._file)
         except BaseException:
             os.close(self._file)
@@ -224,25 +231,6 @@ def _cut_unfinished_line(file: int) -> int:
     if end < size:
         os.ftruncate(file, end)
     return os.lseek(file, end, os.SEEK_SET)
-
-
-def _lock(file: int, path: Path) -> None:
-    """Hold the file until it is closed; where the system has no such lock, go on without."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise MyceliaError(
-            "another process is writing this run",
-            rule="one process at a time writes a run",
-            fix="wait for it or stop it",
-            who=str(path.parent),
-        ) from error
-    except OSError:
-        pass  # some network file systems cannot lock
 
 
 def _unwritable(path: Path, error: OSError) -> MyceliaError:

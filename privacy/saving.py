@@ -7,7 +7,6 @@ and draws, and what factorised noise remembers. Nothing is pickled.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from mycelia.engine.checkpoint import load_checkpoint, save_checkpoint
+from mycelia.engine.durable import write_whole
 from mycelia.engine.errors import ConfigError, DataError, MyceliaError
 from mycelia.engine.types import Tensors
 from mycelia.privacy.factorisation import NoiseState
@@ -147,14 +147,8 @@ def _write_memory(secret: Path, memory: NoiseState) -> str:
 
     content = safetensors.torch.save({n: slots.contiguous() for n, slots in memory.slots.items()})
     path = _memory_path(secret, memory.step)
-    temporary = path.with_suffix(".saving")
     try:
-        temporary.unlink(missing_ok=True)  # of a save that was killed
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_whole(path, content)
     except OSError as error:
         raise _unwritable(secret, error) from error
     return sha256(content).hexdigest()

@@ -11,7 +11,6 @@ import json
 import operator
 import os
 import stat
-import tempfile
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
+from mycelia.engine.durable import write_whole
 from mycelia.engine.errors import ConfigError, DataError
 
 __all__ = ["NoiseSource", "Stream"]
@@ -186,16 +186,7 @@ class NoiseSource:
     def save(self, path: Path) -> None:
         """Write the key to a file that only its owner may read (mode 0600), whole or not at all."""
         content = json.dumps({"kind": self.kind, "key": self.key.hex()})
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(path, content.encode())
 
     @classmethod
     def load(cls, path: Path) -> NoiseSource:
