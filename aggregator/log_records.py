@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final
@@ -23,6 +24,7 @@ __all__ = [
 _MACHINE: Final = "SA1/"
 _HASH_BYTES: Final = 32
 _MOST: Final = 2**63
+_ATTEMPT: Final = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,7 @@ class Machine:
 Entry = Open | Issued | Accepted | Snapshot | Frozen | Charged | Merged | Published | Failed | Machine
 
 _KINDS: Final = {
-    kind.KIND: kind
-    for kind in (Open, Issued, Accepted, Snapshot, Frozen, Charged, Merged, Published, Failed)
+    kind.KIND: kind for kind in (Open, Issued, Accepted, Snapshot, Frozen, Charged, Merged, Published, Failed)
 }
 
 
@@ -215,7 +216,7 @@ def decode(kind: str, body: bytes) -> Entry:
     """
     if kind.startswith(_MACHINE):
         attempt, _, name = kind.removeprefix(_MACHINE).partition("/")
-        if not attempt.isdecimal() or str(int(attempt)) != attempt or not name:
+        if not _ATTEMPT.fullmatch(attempt) or not name:
             raise _malformed(kind)
         return Machine(int(attempt), Record(name, body))
     wanted = _KINDS.get(kind)
@@ -265,7 +266,9 @@ def _fits(kind: str, name: str, value: Any) -> bool:
             ordered = kind in ("OPEN", "ISSUED") or value == sorted(value)
             return whole and ordered and len(set(value)) == len(value)
         case "carried":
-            pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+            pairs = isinstance(value, list) and all(
+                isinstance(pair, list) and len(pair) == 2 for pair in value
+            )
             return pairs and all(_is_whole(number) for pair in value for number in pair)
         case "opened_at":
             return type(value) is float and math.isfinite(value)

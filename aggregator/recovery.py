@@ -63,15 +63,17 @@ class Order:
     def __init__(self) -> None:
         self.state: State = "closed"
         self.opened: Open | None = None
-        self.issued: dict[int, int] = {}
+        self.published: Merged | None = None
+        self._failed = False
+        self._begin({}, 0)
+
+    def _begin(self, issued: dict[int, int], attempt: int) -> None:
+        self.issued, self.attempt = issued, attempt
         self.accepted: dict[int, bytes] = {}
         self.snapshot: Snapshot | None = None
         self.frozen: Frozen | None = None
         self.merged: Merged | None = None
-        self.published: Merged | None = None
-        self.attempt = 0
         self.session: int | None = None
-        self._failed = False
         self._machine = ""  # kind of the newest record of the secure sum
 
     def copy(self) -> Self:
@@ -79,6 +81,12 @@ class Order:
         other = copy.copy(self)
         other.issued, other.accepted = dict(self.issued), dict(self.accepted)
         return other
+
+    @property
+    def charged(self) -> bool:
+        """Whether the release of the open round is in the ledger; a secure sum knows by itself."""
+        private = self.opened is not None and self.opened.private and not self.opened.secure
+        return private and self.state in ("charged", "merged")
 
     def take(self, entry: Entry) -> bool:
         """The next record.
@@ -102,7 +110,9 @@ class Order:
             case Frozen():
                 self._freeze(entry)
             case Charged():
-                self._need(self.state == "frozen" and self._now.private, entry, "after FROZEN, of a private round")
+                self._need(
+                    self.state == "frozen" and self._now.private, entry, "after FROZEN, of a private round"
+                )
                 self.state = "charged"
             case Merged():
                 self._merge(entry)
@@ -110,7 +120,9 @@ class Order:
                 self._need(self.state == "merged", entry, "after MERGED")
                 self.state, self.published = "closed", self.merged
             case Failed():
-                self._need(self.state not in ("closed", "merged"), entry, "in a round whose model is not merged")
+                self._need(
+                    self.state not in ("closed", "merged"), entry, "in a round whose model is not merged"
+                )
                 self.state, self._failed = "closed", True
             case Machine():
                 self._step(entry)
@@ -126,28 +138,33 @@ class Order:
         last = self.opened
         self._need(self.state == "closed", entry, "when no round is open")
         follows = last is None or entry.round == last.round + 1
-        again = last is not None and self._failed and entry.round == last.round and entry.attempt > self.attempt
+        again = (
+            last is not None and self._failed and entry.round == last.round and entry.attempt > self.attempt
+        )
         rule = "with the next round, or a higher attempt of one that failed"
         self._need(follows or again, entry, rule)
-        self._need(not (entry.carried and entry.secure), entry, "without stragglers of before, if it is secure")
+        self._need(
+            not (entry.carried and entry.secure), entry, "without stragglers of before, if it is secure"
+        )
         carried = dict(entry.carried)
         self._need(
             len(carried) == len(entry.carried) and carried.keys().isdisjoint(entry.clients),
             entry,
             "with each client once, drawn or carried over",
         )
-        published = self.published
-        self.__init__()  # type: ignore[misc]
-        self.published, self.opened, self.state = published, entry, "open"
-        self.issued = carried
-        self.attempt = entry.attempt
+        self.opened, self.state, self._failed = entry, "open", False
+        self._begin(carried, entry.attempt)
 
     def _issue(self, entry: Issued) -> None:
         retry = self.state == "session" and self._machine == "FAILED"
-        self._need(self.state in ("open", "issued", "collecting") or retry, entry, "before the round is frozen")
+        self._need(
+            self.state in ("open", "issued", "collecting") or retry, entry, "before the round is frozen"
+        )
         known = set(self._now.clients)
         self._need(known.issuperset(entry.clients), entry, "for clients that the round was opened with")
-        self._need(entry.attempt >= self._now.attempt, entry, "with the attempt of the round, or a higher one")
+        self._need(
+            entry.attempt >= self._now.attempt, entry, "with the attempt of the round, or a higher one"
+        )
         self._need(not retry or entry.attempt > self.attempt, entry, "with a new attempt after a failed sum")
         for client in entry.clients:
             before = self.issued.get(client, -1)
@@ -204,7 +221,11 @@ class Order:
         self.merged, self.state = entry, "merged"
 
     def _step(self, entry: Machine) -> None:
-        self._need(self._now.secure and self.state in ("issued", "session"), entry, "after ISSUED, if the sum is secure")
+        self._need(
+            self._now.secure and self.state in ("issued", "session"),
+            entry,
+            "after ISSUED, if the sum is secure",
+        )
         begins = entry.kind == "CONFIG"
         over = self._machine in ("", "FAILED")
         self._need(begins == over, entry, "from CONFIG to RESULT or FAILED")
@@ -298,7 +319,7 @@ def recover(entries: Iterable[Entry], now: float, heartbeat_s: float) -> Recover
         snapshot=order.snapshot,
         missing=tuple(sorted(order.accepted.keys() - set(folded))),
         survivors=order.frozen.clients if order.frozen else None,
-        charged=order.state == "charged",
+        charged=order.charged,
         merged=order.merged,
         published=order.published,
         session_attempt=order.session,

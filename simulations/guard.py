@@ -162,7 +162,58 @@ class Guard(ABC):
         """Let go of files."""
 
 
-class ServerGuard(Guard):
+class _OneLedger(Guard):
+    """Guards with one ledger and one budget for all clients together.
+
+    Attributes:
+        ledger: of the run.
+        budget: of the run.
+    """
+
+    def _open(
+        self, plan: ServerPlan | SharePlan, folder: Path, note: str, checkpoint: Checkpoint | None
+    ) -> None:
+        config = plan.config
+        self.delta = config.delta
+        if checkpoint is None:
+            self.ledger = Ledger.create(folder / FILE, note)
+        else:
+            self.ledger = Ledger.load(folder / FILE, Head(*checkpoint.meta["ledger"]), write=True)
+        self.budget = Budget(
+            config.epsilon, config.delta, "client", plan.sampler.relation, ledger=self.ledger
+        )
+
+    @abstractmethod
+    def _least(self, round: int) -> Event:
+        """The release of a round that is still to come, with the least noise that it may have."""
+
+    @property
+    def epsilon(self) -> float:
+        """Spent so far."""
+        return self.budget.spent
+
+    def stop(self, round: int, clients: int, needed: int) -> str:
+        """See `Guard.stop`; a round that was released before costs nothing when it is done again."""
+        del clients, needed
+        if self.ledger.released(_STREAM, round):
+            return ""
+        try:
+            self.budget.allow(self._least(round))
+        except BudgetExceeded:
+            return "budget"
+        return ""
+
+    def meta(self) -> dict[str, Any]:
+        """Where the ledger stands."""
+        self.ledger.sync()
+        return {"ledger": [self.ledger.head.lines, self.ledger.head.hash]}
+
+    def close(self) -> None:
+        """Let go of the ledger's file."""
+        self.ledger.close()
+
+
+class ServerGuard(_OneLedger):
     """One ledger and one budget: the server adds the noise.
 
     Args:
@@ -179,33 +230,13 @@ class ServerGuard(Guard):
     def __init__(
         self, plan: ServerPlan, form: SumFormat, folder: Path, seed: int, checkpoint: Checkpoint | None
     ) -> None:
-        config = plan.config
-        super().__init__(folder, seed, config.noise_source, plan.limits, checkpoint)
-        self.plan, self.delta = plan, config.delta
+        super().__init__(folder, seed, plan.config.noise_source, plan.limits, checkpoint)
+        self.plan = plan
         self.pipeline = plan.pipeline(form, self.source)
-        if checkpoint is None:
-            self.ledger = Ledger.create(folder / FILE, self.source.note)
-        else:
-            self.ledger = Ledger.load(folder / FILE, Head(*checkpoint.meta["ledger"]), write=True)
-        self.budget = Budget(
-            config.epsilon, config.delta, "client", plan.sampler.relation, ledger=self.ledger
-        )
+        self._open(plan, folder, self.source.note, checkpoint)
 
-    @property
-    def epsilon(self) -> float:
-        """Spent so far."""
-        return self.budget.spent
-
-    def stop(self, round: int, clients: int, needed: int) -> str:
-        """See `Guard.stop`; a round that was released before costs nothing when it is done again."""
-        del clients, needed
-        if self.ledger.released(_STREAM, round):
-            return ""
-        try:
-            self.budget.allow(self.plan.event(round, self.plan.clip.bound))
-        except BudgetExceeded:
-            return "budget"
-        return ""
+    def _least(self, round: int) -> Event:
+        return self.plan.event(round, self.plan.clip.bound)
 
     def release(self, round: int, total: Total, public: Mapping[str, Tensor]) -> None:
         """Write the round down, before its sum is noised and published.
@@ -254,15 +285,6 @@ class ServerGuard(Guard):
             "statements": [_stated(statement, self._said) for statement in found],
             "clients": None,
         }
-
-    def meta(self) -> dict[str, Any]:
-        """Where the ledger stands."""
-        self.ledger.sync()
-        return {"ledger": [self.ledger.head.lines, self.ledger.head.hash]}
-
-    def close(self) -> None:
-        """Let go of the ledger's file."""
-        self.ledger.close()
 
     @property
     def _said(self) -> tuple[str, ...]:
@@ -380,7 +402,7 @@ class ClientGuard(Guard):
         return state(coming, self.delta, noise_source=self.ledgers.noise_source)
 
 
-class ShareGuard(Guard):
+class ShareGuard(_OneLedger):
     """One ledger and one budget: clients add the noise in shares, and the sum that is opened holds all of it.
 
     Args:
@@ -394,34 +416,14 @@ class ShareGuard(Guard):
     """
 
     def __init__(self, plan: SharePlan, folder: Path, seed: int, checkpoint: Checkpoint | None) -> None:
-        config = plan.config
-        super().__init__(folder, seed, config.noise_source, None, checkpoint)
-        self.plan, self.delta = plan, config.delta
+        super().__init__(folder, seed, plan.config.noise_source, None, checkpoint)
+        self.plan = plan
         self.pipeline = plan.pipeline()
-        if checkpoint is None:
-            note = f"{plan.mechanism} shares of the clients under a secure sum, {self.source.note}"
-            self.ledger = Ledger.create(folder / FILE, note)
-        else:
-            self.ledger = Ledger.load(folder / FILE, Head(*checkpoint.meta["ledger"]), write=True)
-        self.budget = Budget(
-            config.epsilon, config.delta, "client", plan.sampler.relation, ledger=self.ledger
-        )
+        note = f"{plan.mechanism} shares of the clients under a secure sum, {self.source.note}"
+        self._open(plan, folder, note, checkpoint)
 
-    @property
-    def epsilon(self) -> float:
-        """Spent so far."""
-        return self.budget.spent
-
-    def stop(self, round: int, clients: int, needed: int) -> str:
-        """See `Guard.stop`; a round that was released before costs nothing when it is done again."""
-        del clients, needed
-        if self.ledger.released(_STREAM, round):
-            return ""
-        try:
-            self.budget.allow(self.plan.event(round, self.plan.least))
-        except BudgetExceeded:
-            return "budget"
-        return ""
+    def _least(self, round: int) -> Event:
+        return self.plan.event(round, self.plan.least)
 
     def charge(self, release: Release) -> None:
         """Write the round down with the noise that survived, before anything of its sum is opened.
@@ -465,15 +467,6 @@ class ShareGuard(Guard):
             "statements": [_stated(statement, _SHARES) for statement in found],
             "clients": None,
         }
-
-    def meta(self) -> dict[str, Any]:
-        """Where the ledger stands."""
-        self.ledger.sync()
-        return {"ledger": [self.ledger.head.lines, self.ledger.head.hash]}
-
-    def close(self) -> None:
-        """Let go of the ledger's file."""
-        self.ledger.close()
 
 
 def open_guard(

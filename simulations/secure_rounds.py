@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mycelia.aggregator.attempts import MAX_ATTEMPTS
+from mycelia.aggregator.attempts import MAX_ATTEMPTS, Suspects
 from mycelia.aggregator.config import SecureSumBlock
 from mycelia.aggregator.rounds import asked_for, quorum_for
 from mycelia.client.secagg import Task
@@ -282,6 +282,7 @@ class SecureRounds:
     ) -> None:
         self.plan, self._program, self._seed = plan, program, seed
         self._noise, self._charge = noise, charge
+        self._suspects = Suspects()
 
     def failed(self, number: int, asked: Mapping[int, str], reason: str) -> events.SecureSum:
         """What is said of a round that ended before its sum began; arguments as those of `sum`."""
@@ -332,7 +333,9 @@ class SecureRounds:
             context=Context(round=number, task=task, noise=self._noise, charge=self._charge),
         )
         try:
-            found = run_attempts(setup, MemoryJournals(), MAX_ATTEMPTS, masks=plan.masks)
+            found = run_attempts(
+                setup, MemoryJournals(), MAX_ATTEMPTS, masks=plan.masks, suspects=self._suspects
+            )
         except SecureSumAborted as aborted:
             raise SumFailed(
                 aborted,

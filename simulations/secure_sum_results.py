@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mycelia.aggregator.status import status_code
+from mycelia.aggregator.grpc_status import status_code
 from mycelia.engine.errors import RoundAborted
 from mycelia.privacy.secagg.messages import Reason, SecureSumError
 

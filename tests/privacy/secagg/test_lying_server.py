@@ -184,6 +184,18 @@ def asked(**changes: object) -> Callable[[Bench], list[Effect]]:
     return lambda bench: bench.config(1, replace(BASE, **changes))  # type: ignore[arg-type]
 
 
+def stricter(
+    policy: ClientPolicy, attack: Callable[[Bench], list[Effect]]
+) -> Callable[[Bench], list[Effect]]:
+    """The same, against a client with a policy of its own."""
+
+    def attacked(bench: Bench) -> list[Effect]:
+        bench.restart(1, policy=policy)
+        return attack(bench)
+
+    return attacked
+
+
 def weak(**changes: int) -> Callable[[Bench], list[Effect]]:
     """A configuration that nobody could make, as the bytes that a liar writes."""
 
@@ -298,14 +310,14 @@ ATTACKS: dict[str, tuple[str, Callable[[Bench], list[Effect]], set[Reason]]] = {
     "a weaker threat": ("", asked(threat=0), {Reason.POLICY}),
     "a smaller n_min": (
         "",
-        lambda bench: (bench.restart(1, policy=ClientPolicy(n_min=6)), asked(n_min=5)(bench))[1],
+        stricter(ClientPolicy(n_min=6), asked(n_min=5)),
         {Reason.POLICY, Reason.WEAK_PARAMETERS},
     ),
     "a threshold that opens both": ("", weak(threshold_rule=0, t=3), {Reason.WEAK_PARAMETERS}),
     "a threshold of one": ("", weak(threshold_rule=0, t=1), {Reason.WEAK_PARAMETERS}),
     "fewer corrupt than there are": (
         "",
-        lambda bench: (bench.restart(1, policy=ClientPolicy(corrupt=0.4)), asked(corrupt_ppm=0)(bench))[1],
+        stricter(ClientPolicy(corrupt=0.4), asked(corrupt_ppm=0)),
         {Reason.WEAK_PARAMETERS},
     ),
     "a ring too small": ("", asked(bits=17), {Reason.OVERFLOW}),
