@@ -13,7 +13,7 @@ ROOMS := $(shell sed -n 's/^"mycelia\.[a-z]*" = "\([a-z]*\)".*/\1/p' pyproject.t
 # mypy and import-linter cannot see an editable install, so they read the rooms through these links.
 LINKS := build/links
 
-.PHONY: help demo test soak lint style layout types imports format bench docs clean
+.PHONY: help demo test soak lint style layout types imports format proto bench docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -48,6 +48,9 @@ imports: $(VENV)/.dev $(LINKS)
 format: $(VENV)/.dev ## let ruff fix and format what it can
 	@$(BIN)/ruff check -q --fix . || true
 	@$(BIN)/ruff format .
+
+proto: $(VENV)/.dev $(LINKS) ## write the Python of the wire messages from federation.proto
+	@$(BIN)/python -m grpc_tools.protoc -I $(LINKS) --python_out=$(LINKS) --pyi_out=$(LINKS) mycelia/aggregator/wire/federation.proto
 
 bench: $(VENV)/.core ## every benchmark, one JSON object each
 	@for script in $(sort $(wildcard benchmarks/[a-z]*.py)); do echo "$$script" >&2; $(BIN)/python "$$script"; done
