@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final, Self
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from mycelia.privacy.secagg.canonical import MAX_TEXT, Reader, SecureSumError, struct
 from mycelia.privacy.secagg.certificates import (
     MAX_CERTIFICATE,
+    UNREADABLE,
     IdentityProblem,
     IdentityReason,
     is_p256,
@@ -146,7 +146,7 @@ class Request:
         try:
             wanted = x509.load_der_x509_csr(self.certificate_request)
             key, good = wanted.public_key(), wanted.is_signature_valid
-        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        except UNREADABLE as error:
             raise _refused("no certificate request", "PKCS #10 in DER") from error
         if not isinstance(key, EllipticCurvePublicKey) or not is_p256(key):
             raise _refused("a TLS key of another kind", "ECDSA on P-256, which every TLS library takes")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import (
     SECP256R1,
     EllipticCurvePrivateKey,
@@ -20,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from mycelia.engine.errors import DataError
-from mycelia.privacy.secagg.certificates import is_p256
+from mycelia.privacy.secagg.certificates import UNREADABLE, is_p256
 from mycelia.privacy.secagg.key_files import read_public, read_secret
 from mycelia.privacy.secagg.keys import Identity
 
@@ -84,7 +83,7 @@ def read_certificate(path: Path) -> bytes:
     data = read_public(path)
     try:
         (certificate,) = x509.load_pem_x509_certificates(data)
-    except ValueError as error:
+    except UNREADABLE as error:
         raise _wrong(path, "one certificate in PEM") from error
     return certificate.public_bytes(Encoding.DER)
 
@@ -93,7 +92,7 @@ def _read_key(path: Path) -> object:
     data = read_secret(path)
     try:
         return load_pem_private_key(data, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except UNREADABLE:
         return None  # the error of the library could show what it read
 
 

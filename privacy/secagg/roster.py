@@ -244,7 +244,7 @@ class Roster:
         Raises:
             SecureSumError: `BAD_SIGNATURE` for an id that is unknown, revoked, or not valid now.
         """
-        entries = self._clients.get(client, ())
+        entries = self.listed(client)
         if not entries or client in self._revoked:
             found = "the client is revoked" if client in self._revoked else "no such client"
             raise SecureSumError(
@@ -261,6 +261,14 @@ class Roster:
                 client=client,
             )
         return valid
+
+    def listed(self, client: int) -> tuple[ClientEntry, ...]:
+        """The entries of a client, valid or not, the newer last; none for an id that nobody has."""
+        return self._clients.get(client, ())
+
+    def is_revoked(self, client: int) -> bool:
+        """Whether an id is refused for ever."""
+        return client in self._revoked
 
     def verify(self, envelope: Envelope, now: int) -> bytes:
         """Refuse an envelope that its sender did not sign, or that comes from nobody in the roster.

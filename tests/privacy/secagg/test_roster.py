@@ -170,6 +170,8 @@ def test_old_and_new_keys_are_valid_together() -> None:
     assert roster.entries(1, NOW) == ROTATED
     assert roster.entry(1, NOW) is ROTATED[1]
     assert roster.entries(1, NOW - 1) == ROTATED[:1]
+    assert roster.listed(1) == ROTATED
+    assert (roster.listed(3), roster.is_revoked(3), roster.is_revoked(1)) == ((), True, False)
     assert roster.entries(1, NOW + 11) == ROTATED[1:]
     for key in (CLIENTS[1], RENEWED):
         assert roster.verify(sign(Complaint(9), bytes(32), 1, key), NOW) == key.public
