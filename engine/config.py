@@ -94,10 +94,13 @@ def load_config(cls: type[_M], source: Path | Mapping[str, Any], overrides: Sequ
             a bare string. Later ones win.
 
     Raises:
-        ConfigError: naming the file and, for every wrong setting at once, key, value and rule.
+        ConfigError: naming the file and what changed it, and for every wrong setting at once key, value and
+            rule.
     """
     who = str(source) if isinstance(source, Path) else "configuration"
     data = _read(source) if isinstance(source, Path) else _copy(source)
+    if overrides:
+        who = f"{who}, changed by {', '.join(overrides)}"
     for override in overrides:
         _apply(cls, data, override)
     try:

@@ -28,7 +28,7 @@ from mycelia.engine.types import Tensors
 from mycelia.privacy.clip import PerLayer
 from mycelia.privacy.opacus import Hooked, hooked
 from mycelia.privacy.rules import RULES, Rule, Use
-from mycelia.privacy.rules.base import Room, selected, weighted_sum
+from mycelia.privacy.rules.base import Room, norm2, selected, weighted_sum
 from mycelia.privacy.rules.combine import Combined, combine
 
 __all__ = ["BACKENDS", "Clip", "Clipped", "ClippedGrad", "clipped_grad", "explain"]
@@ -174,7 +174,7 @@ class ClippedGrad:
             if losses is None:  # nothing is trained
                 losses = self.program.forward(params, buffers, inputs, targets, seed=seed, first=first).losses
             squares = {use.parameter: use.norm2() for use in uses}
-            squares |= {name: g.flatten(1).square().sum(1) for name, g in formed.items()}
+            squares |= {name: norm2(g) for name, g in formed.items()}
             zero = torch.zeros_like(losses)
             own = self._columns()
             groups = self._grouped(squares, zero, own)
