@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection, func, select
@@ -61,7 +61,7 @@ def publish(connection: Connection, channel: str, payload: str) -> None:
         connection.execute(select(func.pg_notify(channel, payload)))
 
 
-async def listen(store: Store, channels: Sequence[str]) -> AsyncIterator[Notice]:
+async def listen(store: Store, channels: Sequence[str]) -> AsyncGenerator[Notice, None]:
     """Notices as they come, for as long as they are asked for; a lost connection is made again.
 
     The first notice, and the first after each new connection, has no channel: see `Notice`. Close the

@@ -172,8 +172,8 @@ class Order:
             self._need(client not in self.accepted, entry, "for clients whose update is not there")
         self.issued.update(dict.fromkeys(entry.clients, entry.attempt))
         self.attempt = max(self.attempt, entry.attempt)
-        if self.state == "open":
-            self.state = "issued"
+        if self.state == "open" or retry:
+            self.state, self._machine = "issued", ""
 
     def _accept(self, entry: Accepted) -> bool:
         first = self.accepted.get(entry.client)
@@ -288,7 +288,7 @@ class Recovery:
 
 
 def recover(entries: Iterable[Entry], now: float, heartbeat_s: float) -> Recovery:
-    """What a server does after a restart (the table of §7 of the specification).
+    """What a server does after a restart.
 
     Args:
         entries: all records of a log, or those from an OPEN on.
@@ -303,11 +303,9 @@ def recover(entries: Iterable[Entry], now: float, heartbeat_s: float) -> Recover
     for entry in entries:
         if not order.take(entry):
             raise ProtocolError("an update was accepted twice", rule="each is written once", who="round log")
-        if isinstance(entry, Open):
+        if isinstance(entry, Open | Issued):
             session.clear()
         elif isinstance(entry, Machine):
-            if entry.kind == "CONFIG":
-                session.clear()
             session.append(entry.record)
     over = order.state == "closed"
     folded = order.snapshot.clients if order.snapshot else ()
