@@ -11,7 +11,7 @@ from mycelia.aggregator.identity import ServerKeys, admit, check_client, replace
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.channel import NO_CERTIFICATE
 from mycelia.aggregator.wire.frames import Problem, Reason
-from mycelia.aggregator.wire.hello import VERSIONS, common_version
+from mycelia.aggregator.wire.versions import VERSIONS, common_version
 from mycelia.privacy.secagg.canonical import SecureSumError
 from mycelia.privacy.secagg.certificates import (
     Certificate,

@@ -22,13 +22,13 @@ from typing import Any, Final, NamedTuple, Self
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.channel import NO_CERTIFICATE, check_plaintext
 from mycelia.aggregator.wire.frames import FrameError, Problem, Reason
-from mycelia.aggregator.wire.hello import VERSIONS, common_version
 from mycelia.aggregator.wire.offers import Manifest, Payload
 from mycelia.aggregator.wire.outbox import Outbox
 from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.problems import clipped
 from mycelia.aggregator.wire.sinks import MemorySink
 from mycelia.aggregator.wire.transfer import Incoming, Outgoing, Sink
+from mycelia.aggregator.wire.versions import VERSIONS, common_version
 from mycelia.client.backoff import Backoff, Then, TransportError, reconnect_cap, then
 from mycelia.client.identity import DeviceIdentity, DeviceKeys
 from mycelia.client.link import Link, Server, explained, opened

@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.frames import Problem, Reason
-from mycelia.aggregator.wire.hello import common_version, hello_bytes
 from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.update_header import MAX_NUMBERS, UpdateHeader
 from mycelia.privacy.secagg.keys import Identity
-from tests.aggregator.wire.examples import AT, CLIENT, HASH, NONCE, SERVER, damage
+from tests.aggregator.wire.examples import AT, HASH, NONCE, damage
 
 IDENTITY = Identity(bytes(32))
 HEADER = UpdateHeader(
@@ -90,33 +88,3 @@ def test_many_damaged_headers(rounds: int) -> None:
     draw, whole = random.Random(11), HEADER.encode()
     for _ in range(rounds):
         decoded(damage(whole, draw))
-
-
-# --- hello ---
-
-
-def test_a_hello_signs_everything_that_was_said() -> None:
-    challenge, hello = SERVER["challenge"], CLIENT["hello"]
-    assert isinstance(challenge, pb.Challenge)
-    assert isinstance(hello, pb.Hello)
-    signed = {hello_bytes(challenge, hello, HASH), hello_bytes(challenge, hello, b"")}
-    for name in ("nonce", "server", "version_min", "version_max"):
-        other = pb.Challenge()
-        other.CopyFrom(challenge)
-        setattr(other, name, {"nonce": HASH, "server": "agg-2"}.get(name, 3))
-        signed.add(hello_bytes(other, hello, HASH))
-    for name in ("nonce", "client", "version_min", "version_max"):
-        mine = pb.Hello()
-        mine.CopyFrom(hello)
-        setattr(mine, name, {"nonce": HASH}.get(name, 3))
-        signed.add(hello_bytes(challenge, mine, HASH))
-    assert len(signed) == 10
-
-
-def test_versions_meet() -> None:
-    assert common_version((1, 3), (2, 5)) == 3
-    assert common_version((4, 9), (2, 5)) == 5
-    for theirs in ((1, 1), (6, 9)):
-        with pytest.raises(Problem, match=f"versions {theirs[0]} to {theirs[1]}, this one 2 to 5") as caught:
-            common_version(theirs, (2, 5))
-        assert caught.value.reason is Reason.VERSION
