@@ -82,8 +82,12 @@ def secagg(
             "server": "server_ms",
             "upload": "upload_bytes",
             "share": "share_bytes",
+            "memory": "peak_bytes",
         }
-        found |= {"peer": peer, "ratio": {key: peer[name] / found[name] for key, name in names.items()}}
+        found |= {
+            "peer": peer,
+            "ratio": {key: peer[name] / found[name] for key, name in names.items() if found[name]},
+        }
     if format is Format.json:
         print_json(found)
     else:

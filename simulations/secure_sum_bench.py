@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from mycelia.engine.environment import describe
+from mycelia.engine.environment import describe, memory
 from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.privacy.secagg import shamir
 from mycelia.privacy.secagg.config import SecureSumConfig
@@ -190,8 +190,9 @@ def measure(bench: SecureSumBench) -> dict[str, Any]:
     """Run it; times are medians over the repeats.
 
     Returns:
-        client_ms, server_ms (CPU time inside the machines), upload_bytes, share_bytes, exact, clients, dim,
-        neighbours, threshold, dropped, ring_bits, threat, security, kernel, client_over_limit,
+        client_ms, server_ms (CPU time inside the machines), upload_bytes, share_bytes, peak_bytes (the most
+        that the process took for all clients and the server together, beyond their vectors), exact, clients,
+        dim, neighbours, threshold, dropped, ring_bits, threat, security, kernel, client_over_limit,
         server_over_limit, phase_ms, machine.
 
     Raises:
@@ -202,7 +203,9 @@ def measure(bench: SecureSumBench) -> dict[str, Any]:
     largest = 2.0**-config.frac_bits * config.value_bound
     vectors = draw.uniform(-largest, largest, (bench.clients, bench.dim)).astype(np.float32)
     drops = dict.fromkeys(bench.dropped, "masked")
+    before = memory().now
     found = [secure_sum(vectors, config=config, drops=drops) for _ in range(bench.repeat)]
+    peak = max(0, memory().peak - before)
     kernel = Kernel.of(bench)
     client = statistics.median(result.client_ms for result in found)
     server = statistics.median(result.server_ms for result in found)
@@ -212,6 +215,7 @@ def measure(bench: SecureSumBench) -> dict[str, Any]:
         "server_ms": server,
         "upload_bytes": last.upload_bytes,
         "share_bytes": last.share_bytes,
+        "peak_bytes": peak,
         "exact": all(result.exact for result in found),
         "clients": bench.clients,
         "dim": bench.dim,
@@ -231,7 +235,7 @@ def measure(bench: SecureSumBench) -> dict[str, Any]:
 
 
 def flower(bench: SecureSumBench, python: Path | None = None) -> dict[str, Any]:
-    """The same sum by Flower's SecAgg+ workflow: client_ms, server_ms, upload_bytes, share_bytes, version.
+    """The same sum by Flower's SecAgg+ workflow, as `secure_sum_flower.measure` gives it.
 
     Args:
         bench: n, k, t, d and who vanishes.

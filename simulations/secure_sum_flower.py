@@ -10,9 +10,11 @@ at once. A client's time is that inside the modifier, the server's is the rest.
 from __future__ import annotations
 
 import json
+import resource
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -23,8 +25,9 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         asked: clients, dim, neighbours, threshold, dropped (ids from 1 that send no masked upload), seed.
 
     Returns:
-        client_ms (median over survivors), server_ms, upload_bytes and share_bytes of one client, error (the
-        largest deviation of the mean) and version.
+        client_ms (median over survivors), server_ms, upload_bytes and share_bytes of one client, peak_bytes
+        (the most that the process took beyond the clients' vectors), error (the largest deviation of the
+        mean) and version.
 
     Raises:
         RuntimeError: Flower gave up.
@@ -134,9 +137,11 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     workflow = SecAggPlusWorkflow(
         num_shares=int(asked["neighbours"]) + 1, reconstruction_threshold=int(asked["threshold"])
     )
+    before = _resident()
     begin = time.process_time()
     workflow(grid, context)
     whole = time.process_time() - begin
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if context.strategy.found is None:
         raise RuntimeError("Flower gave no sum")
     survivors = [node for node in vectors if node not in dropped]
@@ -146,9 +151,15 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         "server_ms": 1e3 * (whole - grid.total),
         "upload_bytes": grid.upload,
         "share_bytes": grid.shares,
+        "peak_bytes": max(0, peak - before),
         "error": float(np.abs(context.strategy.found - mean).max()),
         "version": version("flwr"),
     }
+
+
+def _resident() -> int:
+    """Bytes of this process in memory; Linux only."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 if __name__ == "__main__":
