@@ -176,7 +176,9 @@ def test_what_a_certificate_says() -> None:
         {"key": Ed25519PrivateKey.from_private_bytes(bytes(32))},
         {"key": ec.derive_private_key(9, ec.SECP384R1())},
     ],
-    ids=str,
+    ids=lambda changes: " ".join(
+        f"{name}={type(value).__name__ if name == 'key' else value}" for name, value in changes.items()
+    ),
 )
 def test_a_certificate_of_another_kind(changes: dict[str, Any]) -> None:
     made = certificate(**changes)
