@@ -16,6 +16,7 @@ from typing import Final
 
 from mycelia.aggregator.wire.frames import Problem, Reason
 from mycelia.aggregator.wire.offers import Buffer
+from mycelia.engine.durable import sync_folder
 
 __all__ = ["Blob", "Blobs"]
 
@@ -100,7 +101,7 @@ class Blobs:
                 os.fsync(file.fileno())
             path = self.folder / digest.hexdigest()
             temporary.replace(path)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except OSError as error:
             raise _unwritable(self.folder, error) from error
         finally:
@@ -192,17 +193,6 @@ def _is_locked(path: Path) -> bool:
         except OSError:
             return True
     return False
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries; Windows keeps them without, and cannot open one."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _corrupt(path: Path, found: str) -> Problem:

@@ -22,6 +22,7 @@ from mycelia.aggregator.wire.offers import MAX_PAYLOAD, Buffer, Manifest
 from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.sinks import FileSink, MemorySink
 from mycelia.aggregator.wire.transfer import Incoming
+from mycelia.engine.durable import hold
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.secagg.canonical import struct
 
@@ -408,18 +409,12 @@ def _who(client: int) -> str:
 def _locked(path: Path) -> int:
     """A file that is held until it is closed; where the system has no such lock, it is only open."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not hold(file):
         os.close(file)
         raise ConfigError(
             "another process has this folder",
             rule="a spool belongs to one process",
             fix="give each server a spool folder of its own",
             who=str(path.parent),
-        ) from error
-    except (ImportError, OSError):
-        pass  # Windows, and some network file systems, cannot lock
+        )
     return file

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +17,7 @@ from struct import Struct
 from typing import Final, NamedTuple, Self
 from zlib import crc32
 
+from mycelia.engine.durable import hold, sync_folder, write_whole
 from mycelia.privacy.secagg.canonical import HASH_BYTES, MAX_TEXT, Reader, Reason, SecureSumError
 from mycelia.privacy.secagg.events import Record
 
@@ -68,9 +68,9 @@ class Journal:
             raise _unwritable(path, error) from error
         journal = cls(path, file)
         with journal._closed_on_error():
-            _lock(file, path)
+            _hold(file, path)
             journal._begin()
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         return journal
 
     @classmethod
@@ -91,7 +91,7 @@ class Journal:
         journal = cls(path, file)
         with journal._closed_on_error():
             _check_private(file, path)
-            _lock(file, path)
+            _hold(file, path)
             return journal, journal._read()
 
     def append(self, record: Record) -> None:
@@ -128,7 +128,7 @@ class Journal:
                 other.append(record)
             try:
                 os.replace(path, self.path)
-                _sync_folder(self.path.parent)
+                sync_folder(self.path.parent)
             except OSError as error:
                 raise _unwritable(self.path, error) from error
         self.close()
@@ -222,17 +222,7 @@ def replace_file(path: Path, data: bytes) -> None:
         SecureSumError: `JOURNAL`: it cannot be written.
     """
     try:
-        file, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-        try:
-            with os.fdopen(file, "wb") as opened:
-                opened.write(data)
-                opened.flush()
-                os.fsync(opened.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        _sync_folder(path.parent)
+        write_whole(path, data)
     except OSError as error:
         raise _unwritable(path, error) from error
 
@@ -258,6 +248,11 @@ def _decode(data: bytes) -> Record:
     return Record(kind, body)
 
 
+def _hold(file: int, path: Path) -> None:
+    if not hold(file):
+        raise damaged(path, "another process has it")
+
+
 def _check_private(file: int, path: Path) -> None:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
@@ -270,31 +265,6 @@ def _check_private(file: int, path: Path) -> None:
             fix=f"find out who could write it; then chmod 600 {path}",
             who=str(path),
         )
-
-
-def _lock(file: int, path: Path) -> None:
-    """Hold the file until it is closed; where the system has no such lock, go on without."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise damaged(path, "another process has it") from error
-    except OSError:
-        pass  # some network file systems cannot lock
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new name is on the disk only when its folder is."""
-    if os.name != "posix":
-        return
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _unwritable(path: Path, error: OSError) -> SecureSumError:
