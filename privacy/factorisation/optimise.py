@@ -7,7 +7,6 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
 from mycelia.engine.errors import ConfigError
@@ -78,6 +77,8 @@ def optimise(
         return strategy.fitted(start)
     options = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-13, "gtol": 1e-9}
     limits = [strategy.limits] * len(start)
+    from scipy.optimize import minimize  # a tenth of a second that only strategies to be fitted need
+
     found = minimize(loss, start.numpy(), jac=True, method="L-BFGS-B", bounds=limits, options=options)
     return strategy.fitted(torch.from_numpy(found.x))
 
