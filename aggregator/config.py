@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from mycelia.aggregator.deadlines import MIN_BUDGET_S
+from mycelia.aggregator.wire.settings import LocalConfig, UpdateConfig
 from mycelia.engine.config import Named, Strict
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.config import ParticipationConfig, PrivacyConfig
@@ -23,21 +24,6 @@ __all__ = [
 ]
 
 Text = Annotated[str, Field(min_length=1)]
-
-
-class LocalConfig(Strict):
-    """What a client does with its data in one round."""
-
-    epochs: Annotated[int, Field(ge=0)] = 1
-    steps: Annotated[int, Field(ge=0)] = 0
-    """More than 0 replaces the epochs."""
-    batch_size: Annotated[int, Field(ge=1)] = 10
-    lr: Annotated[float, Field(gt=0)] = 0.1
-
-    def conflicts(self) -> Iterable[tuple[str, str]]:
-        """There must be some work."""
-        if self.epochs == 0 and self.steps == 0:
-            yield "steps", "epochs and steps are both 0, so that no client would train; set one of them"
 
 
 class RoundConfig(Strict):
@@ -72,15 +58,6 @@ class EvaluationConfig(Strict):
     """Clients measured one by one, for the spread between them; 0: none."""
     examples_per_client: Annotated[int, Field(ge=1)] = 200
     """Most test examples for one of them."""
-
-
-class UpdateConfig(Strict):
-    """Bounds on one update: the exact sum is planned for them, and a client beyond them is refused."""
-
-    max_abs: Annotated[float, Field(gt=0)] = 1024.0
-    """Largest magnitude of one coordinate of the parameters' delta."""
-    max_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Largest weight; 0: the largest client's number of examples, where that is known beforehand."""
 
 
 class SecureSumBlock(SecureSumConfig):

@@ -29,6 +29,7 @@ __all__ = [
     "Uniform",
     "Weighted",
     "build",
+    "checked_ids",
 ]
 
 Ids = np.ndarray[Any, Any] | range
@@ -297,3 +298,32 @@ def _take(ids: Ids, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return numbers
     taken: np.ndarray[Any, Any] = ids[positions]
     return taken
+
+
+def checked_ids(drawn: Any, clients: int, most: int | None) -> list[int]:
+    """A selector's answer as ids.
+
+    Args:
+        drawn: what it returned.
+        clients: ids are below that.
+        most: how many it may draw; None: any number.
+
+    Raises:
+        ConfigError: it is something else than distinct ids.
+    """
+    found = np.asarray(drawn)
+    if found.size == 0 and found.ndim == 1:
+        return []
+    wrong = ""
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        wrong = f"an array of {found.dtype} with {found.ndim} axes"
+    elif found.min() < 0 or found.max() >= clients:
+        wrong = f"the id {int(found.min()) if found.min() < 0 else int(found.max())}"
+    elif len(np.unique(found)) < len(found):
+        wrong = "an id twice"
+    elif most is not None and len(found) > most:
+        wrong = f"{len(found)} ids"
+    if wrong:
+        rule = f"distinct integer ids in [0, {clients})" + (f", at most {most}" if most is not None else "")
+        raise ConfigError(f"the selector returned {wrong}", rule=rule, who="selector")
+    return [int(client) for client in found]

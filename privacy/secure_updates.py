@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from mycelia.engine.types import Tensors
 from mycelia.privacy.pipeline import Sent, Stage
 from mycelia.privacy.secagg.encoding import CLIPPED
 
-__all__ = ["SLOTS", "VECTOR", "Mask", "NoiseShares", "Quantise"]
+__all__ = ["SLOTS", "VECTOR", "Mask", "NoiseShares", "PackedShape", "Quantise"]
 
 VECTOR, SLOTS = "vector", "slots"
 """The two terms of an update that is packed for a secure sum."""
@@ -41,6 +41,25 @@ _LARGEST_LOSS: Final = 16.0
 """A mean loss in the report is cut off here."""
 
 _METRICS: Final = ("loss_sum", "examples", "steps")
+
+
+class PackedShape(NamedTuple):
+    """What one packed update takes.
+
+    Attributes:
+        size: of the vector.
+        slots: whole numbers beside the weight.
+        double: whether the vector is float64, else float32.
+    """
+
+    size: int
+    slots: int
+    double: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one update."""
+        return self.size * (8 if self.double else 4) + 8 * (1 + self.slots)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from mycelia.aggregator.config import RoundConfig
 from mycelia.aggregator.effects import Abort, Configure, Effect, Evaluate, Finish, Merge, Outcome, Phase
+from mycelia.aggregator.merging import MergeFailed, merge
 from mycelia.aggregator.rounds import Round, candidates_for
-from mycelia.aggregator.selectors import Ids, Selector
+from mycelia.aggregator.selectors import Ids, Selector, checked_ids
 from mycelia.aggregator.updates import Expected, UpdateMeta
 from mycelia.engine import events
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
@@ -290,7 +290,7 @@ class Federation:
                 weights=np.delete(self._sizes, barred),
                 available=reachable,
             )
-        candidates = _checked(drawn, len(everybody), wanted if fixed else None)
+        candidates = checked_ids(drawn, len(everybody), wanted if fixed else None)
         if len(wrong := np.intersect1d(candidates, barred)):
             raise ConfigError(
                 f"the selector returned client {int(wrong[0])}, which took part too lately or too often",
@@ -467,60 +467,15 @@ class Federation:
 
     def _publish(self, round: Round, total: Total, number: int) -> list[Effect]:
         """From the sum to the new state."""
-        public = self.public
-        if self.pipeline.serves:
-            if self._release is not None:
-                self._release(number, total, public)
-            total, public = self.pipeline.server(total, public, number)
-        elif total.count == 0:
-            return round.merged(self.now_s)
-        if not all(weight > 0 for weight in total.weights.values()):
-            return round.merge_failed("the weights sum to zero", self.now_s, reason="zero_weight")
-        with user_code(f"algorithm {self.algorithm.name}"):
-            state = self.algorithm.merge(self.program, self.state, total)
-        if not isinstance(state, ServerState):
-            raise ConfigError(
-                f"merge returned a {type(state).__name__}",
-                rule="merge returns a ServerState",
-                who=f"algorithm {self.algorithm.name}",
-            )
-        if name := _not_finite(state):
-            return round.merge_failed(
-                f"{name} of the merged model holds NaN or infinity; lower the learning rates", self.now_s
-            )
-        self.state, self.public = state, public
+        try:
+            merged = merge(
+                self.program, self.algorithm, self.state, total,
+                pipeline=self.pipeline, public=self.public, round=number, release=self._release,
+            )  # fmt: skip
+        except MergeFailed as failed:
+            return round.merge_failed(failed.found, self.now_s, reason=failed.reason)
+        self.state, self.public = merged
         return round.merged(self.now_s)
-
-
-def _checked(drawn: Any, clients: int, most: int | None) -> list[int]:
-    """A selector's answer as ids."""
-    found = np.asarray(drawn)
-    if found.size == 0 and found.ndim == 1:
-        return []
-    wrong = ""
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        wrong = f"an array of {found.dtype} with {found.ndim} axes"
-    elif found.min() < 0 or found.max() >= clients:
-        wrong = f"the id {int(found.min()) if found.min() < 0 else int(found.max())}"
-    elif len(np.unique(found)) < len(found):
-        wrong = "an id twice"
-    elif most is not None and len(found) > most:
-        wrong = f"{len(found)} ids"
-    if wrong:
-        rule = f"distinct integer ids in [0, {clients})" + (f", at most {most}" if most is not None else "")
-        raise ConfigError(f"the selector returned {wrong}", rule=rule, who="selector")
-    return [int(client) for client in found]
-
-
-def _not_finite(state: ServerState) -> str:
-    tensors = {"the parameters": state.vector, **state.buffers, **state.extra}
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.numel() == 0:
-            continue
-        low, high = torch.aminmax(tensor)  # NaN comes through both; five times faster than asking each entry
-        if not math.isfinite(low) or not math.isfinite(high):
-            return name
-    return ""
 
 
 def _bytes(message: Message) -> int:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mycelia.aggregator.noise_shares import SharePlan
+from mycelia.aggregator.private_plans import ServerPlan, describe
 from mycelia.engine.checkpoint import Checkpoint
 from mycelia.engine.errors import BudgetExceeded
 from mycelia.engine.events import Privacy
@@ -22,6 +24,7 @@ from mycelia.engine.sums import SumFormat, Total
 from mycelia.engine.types import Tensors
 from mycelia.privacy.accounting import Statement, state
 from mycelia.privacy.budget import Budget
+from mycelia.privacy.client_plans import ClientPlan
 from mycelia.privacy.client_steps import PrivateSteps
 from mycelia.privacy.events import Event
 from mycelia.privacy.federated import CLIP_BOUND
@@ -30,8 +33,6 @@ from mycelia.privacy.noise.source import NoiseSource
 from mycelia.privacy.pipeline import Pipeline
 from mycelia.privacy.sampling import CyclicPoisson, MinSep, Participation
 from mycelia.privacy.secagg.events import Release
-from mycelia.simulations.noise_shares import SharePlan
-from mycelia.simulations.private import ClientPlan, ServerPlan, describe
 
 __all__ = ["ClientGuard", "Guard", "ServerGuard", "ShareGuard", "open_guard"]
 

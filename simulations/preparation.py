@@ -15,7 +15,10 @@ import numpy.typing as npt
 import torch
 
 from mycelia.aggregator import selectors
+from mycelia.aggregator.noise_shares import SharePlan
+from mycelia.aggregator.private_plans import ServerPlan, plan_privacy
 from mycelia.aggregator.rounds import asked_for
+from mycelia.aggregator.secure_plans import SecurePlan, plan_secure_sum
 from mycelia.aggregator.selectors import Selector
 from mycelia.engine.algorithms import Algorithm
 from mycelia.engine.algorithms import build as build_algorithm
@@ -33,6 +36,7 @@ from mycelia.engine.transforms.compile import (
     package_of,
     tune,
 )
+from mycelia.privacy.client_plans import ClientPlan
 from mycelia.privacy.client_steps import PrivateSteps
 from mycelia.privacy.pipeline import Pipeline
 from mycelia.privacy.secagg.config import NoiseConfig
@@ -41,12 +45,9 @@ from mycelia.simulations.backends.shared import shared_folder
 from mycelia.simulations.behaviour import Behaviour
 from mycelia.simulations.dealing import pool
 from mycelia.simulations.guard import Guard
-from mycelia.simulations.noise_shares import SharePlan
 from mycelia.simulations.partition import Partition
-from mycelia.simulations.private import ClientPlan, ServerPlan, plan_privacy
 from mycelia.simulations.recipe import Recipe
 from mycelia.simulations.scenario import Scenario
-from mycelia.simulations.secure_rounds import SecurePlan, plan_secure_sum
 
 __all__ = ["Prepared", "open_backend", "prepare"]
 

@@ -12,6 +12,7 @@ class Work(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORK_UNSPECIFIED: _ClassVar[Work]
     TRAIN: _ClassVar[Work]
     EVALUATE: _ClassVar[Work]
+    DELIVER: _ClassVar[Work]
 
 class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -26,6 +27,7 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 WORK_UNSPECIFIED: Work
 TRAIN: Work
 EVALUATE: Work
+DELIVER: Work
 KIND_UNSPECIFIED: Kind
 MODEL: Kind
 MESSAGE: Kind

@@ -65,12 +65,15 @@ class Algorithm(ABC):
         stateful: whether clients keep state between rounds.
         pooled: whether all training examples belong in one client, whatever the partition (a central
             baseline).
+        sends_model: whether the terms `params`, `buffers` and `counters` are what the model moved by, so that
+            a device may send the model it came to, less what it keeps, and the server subtracts.
     """
 
     name: ClassVar[str]
     linear: ClassVar[bool] = True
     stateful: ClassVar[bool] = False
     pooled: ClassVar[bool] = False
+    sends_model: ClassVar[bool] = False
 
     def bind(self, *, population: int) -> Self:
         """This algorithm for one run: what only the run knows is filled in where the options left it open.
@@ -111,6 +114,11 @@ class Algorithm(ABC):
 
         The weight of the first is the one that checks and records call the client's weight.
         """
+
+    def kept(self, program: Program) -> frozenset[str]:
+        """Names of the model's tensors that stay with each client, and are in no term."""
+        del program
+        return frozenset()
 
     @abstractmethod
     def local(

@@ -27,6 +27,7 @@ class FedAvg(Algorithm):
     """
 
     name: ClassVar[str] = "fedavg"
+    sends_model: ClassVar[bool] = True
     weighting: str = "examples"
     server_lr: float = 1.0
 

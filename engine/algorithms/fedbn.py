@@ -47,6 +47,7 @@ class FedBN(Algorithm):
     """
 
     name: ClassVar[str] = "fedbn"
+    sends_model: ClassVar[bool] = True
     stateful: ClassVar[bool] = True
     weighting: str = "examples"
     server_lr: float = 1.0
@@ -61,13 +62,13 @@ class FedBN(Algorithm):
 
     def terms(self, program: Program) -> Mapping[str, TermSpec]:
         """The deltas of what is shared."""
-        return model_specs(program, self._kept(program))
+        return model_specs(program, self.kept(program))
 
     def local(
         self, trainer: LocalTrainer, message: Message, data: ClientData, state: Tensors | None
     ) -> tuple[Update, Tensors | None]:
         """Local SGD from the server's model with the client's own normalisation."""
-        program, kept = trainer.program, self._kept(trainer.program)
+        program, kept = trainer.program, self.kept(trainer.program)
         vector, buffers = _with_own(program, message.vector, message.buffers, state)
         result = trainer.run(vector, buffers, data, message.round)
         weight = client_weight(self.weighting, len(data))
@@ -78,7 +79,7 @@ class FedBN(Algorithm):
 
     def merge(self, program: Program, state: ServerState, total: Total) -> ServerState:
         """Add `server_lr` times the weighted mean of the deltas to what is shared."""
-        return merge_model(program, state, total, server_lr=self.server_lr, kept=self._kept(program))
+        return merge_model(program, state, total, server_lr=self.server_lr, kept=self.kept(program))
 
     def personal(
         self, program: Program, state: ServerState, client_state: Tensors | None
@@ -86,7 +87,8 @@ class FedBN(Algorithm):
         """The shared model with the client's own normalisation."""
         return _with_own(program, state.vector, state.buffers, client_state)
 
-    def _kept(self, program: Program) -> frozenset[str]:
+    def kept(self, program: Program) -> frozenset[str]:
+        """What `keep` names, or all that belongs to normalisation."""
         names = [e.name for e in program.schema.of(Role.PARAMETER, Role.BUFFER, Role.COUNTER)]
         for pattern in self.keep:
             if not any(fnmatchcase(name, pattern) for name in names):

@@ -40,6 +40,7 @@ class FedNova(Algorithm):
     """
 
     name: ClassVar[str] = "fednova"
+    sends_model: ClassVar[bool] = True
     weighting: str = "examples"
     server_lr: float = 1.0
 

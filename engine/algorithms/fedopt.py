@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from mycelia.engine.algorithms.base import Algorithm, Message, ServerState
 from mycelia.engine.algorithms.model import client_weight, local_sgd, merge_buffers, model_specs
@@ -29,6 +30,7 @@ class FedOpt(Algorithm):
         weighting: "examples" weighs a client by its number of examples, "uniform" by 1.
     """
 
+    sends_model: ClassVar[bool] = True
     weighting: str = "examples"
 
     def __post_init__(self) -> None:

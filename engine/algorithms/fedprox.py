@@ -47,6 +47,7 @@ class FedProx(Algorithm):
     """
 
     name: ClassVar[str] = "fedprox"
+    sends_model: ClassVar[bool] = True
     mu: float = 0.01
     weighting: str = "examples"
     server_lr: float = 1.0

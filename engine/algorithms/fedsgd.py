@@ -28,6 +28,7 @@ class FedSGD(Algorithm):
     """
 
     name: ClassVar[str] = "fedsgd"
+    sends_model: ClassVar[bool] = True
     weighting: str = "examples"
 
     def __post_init__(self) -> None:

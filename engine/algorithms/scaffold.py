@@ -51,6 +51,7 @@ class Scaffold(Algorithm):
     """
 
     name: ClassVar[str] = "scaffold"
+    sends_model: ClassVar[bool] = True
     stateful: ClassVar[bool] = True
     option: str = "II"
     server_lr: float = 1.0

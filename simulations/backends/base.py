@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from mycelia.engine.algorithms import Message
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.sums import Total
+from mycelia.privacy.secure_updates import PackedShape
 
 __all__ = ["COLUMNS", "Backend", "Failure", "Outcomes", "Packed", "PackedShape", "Progress", "quiet"]
 
@@ -63,25 +64,6 @@ class Packed:
             np.zeros((clients, shape.size), np.float64 if shape.double else np.float32),
             np.zeros((clients, 1 + shape.slots), np.int64),
         )
-
-
-class PackedShape(NamedTuple):
-    """What one packed update takes.
-
-    Attributes:
-        size: of the vector.
-        slots: whole numbers beside the weight.
-        double: whether the vector is float64, else float32.
-    """
-
-    size: int
-    slots: int
-    double: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one update."""
-        return self.size * (8 if self.double else 4) + 8 * (1 + self.slots)
 
 
 @dataclass(frozen=True)

@@ -12,25 +12,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mycelia.aggregator.config import FederationConfig
+from mycelia.aggregator.noise_shares import Make, SharePlan, plan_shares
 from mycelia.aggregator.rounds import asked_for
 from mycelia.engine.algorithms import ALGORITHMS, Algorithm
 from mycelia.engine.errors import ConfigError
 from mycelia.engine.local import LocalWork
 from mycelia.engine.program import Program
 from mycelia.engine.sums import SumFormat
-from mycelia.privacy.accounting import epsilon
-from mycelia.privacy.budget import Budget
 from mycelia.privacy.calibrate import calibrate
-from mycelia.privacy.client_ledgers import FOLDER, ClientLedgers
-from mycelia.privacy.client_steps import PrivateSteps
+from mycelia.privacy.client_plans import ClientPlan, check_first, plan_clients
 from mycelia.privacy.clip import ClipFunction, PerLayer, QuantileClip, Sensitivity
 from mycelia.privacy.config import PrivacyConfig
 from mycelia.privacy.events import Event
@@ -39,8 +36,6 @@ from mycelia.privacy.federated import (
     AdaptiveClip,
     ClipUpdate,
     FactorisedNoise,
-    LocalNoise,
-    RecordRelease,
     ServerNoise,
     rounding_slack,
 )
@@ -48,13 +43,9 @@ from mycelia.privacy.noise.base import Mechanism
 from mycelia.privacy.noise.discrete_gaussian import DiscreteGaussian
 from mycelia.privacy.noise.source import NoiseSource
 from mycelia.privacy.pipeline import Pipeline, Stage
-from mycelia.privacy.sampling import CyclicPoisson, FixedSize, FullBatch, MinSep, Poisson, Sampler
-from mycelia.simulations.noise_shares import Make, SharePlan, plan_shares
-from mycelia.simulations.scenario import Scenario
+from mycelia.privacy.sampling import CyclicPoisson, FixedSize, MinSep, Poisson, Sampler
 
-__all__ = ["ClientPlan", "ServerPlan", "describe", "plan_privacy"]
-
-_SPREAD = 8.0  # standard deviations of local noise that an entry of an update has room for
+__all__ = ["ServerPlan", "describe", "plan_privacy"]
 
 
 @dataclass(frozen=True)
@@ -131,76 +122,8 @@ class ServerPlan:
         )[0]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ClientPlan:
-    """Noise of the clients: each has an ε, a ledger and a budget of its own.
-
-    Attributes:
-        config: the block.
-        clip: the clip function, of an update or of an example's gradient.
-        sampler: `FullBatch` for updates, `Poisson` for examples.
-        noise_multiplier: z, as given or as the budget allows over all rounds of a client.
-        updates: releases of a client in a round.
-        expected_batch: the public number that a sum over examples is divided by.
-        affordable: rounds that the budget of a client pays for.
-        limits: how often a client may take part.
-    """
-
-    config: PrivacyConfig
-    clip: ClipFunction | PerLayer
-    sampler: FullBatch | Poisson
-    noise_multiplier: float
-    updates: int
-    expected_batch: float
-    affordable: int
-    limits: MinSep
-
-    @property
-    def mechanism(self) -> Mechanism:
-        """The noise."""
-        return self.config.noise()
-
-    @property
-    def event(self) -> Event:
-        """What a client releases in a round, as its ledger has it but for the step."""
-        return _event(self.config, self.sampler, self.noise_multiplier, self.updates, self.clip)
-
-    def work(self, work: LocalWork) -> LocalWork:
-        """The local work, as many steps for every client where examples are the unit."""
-        return work if self.config.unit == "client" else replace(work, epochs=1, steps=self.updates)
-
-    def clipping(self) -> Stage | None:
-        """What clients do to their updates before they noise them."""
-        if self.config.unit == "client" and isinstance(self.clip, ClipFunction):
-            return ClipUpdate(self.clip)
-        return None
-
-    def ledgers(self, folder: Path, source: NoiseSource) -> ClientLedgers:
-        """The clients' ledgers in a run folder."""
-        whose = "local, each client's own" if self.config.unit == "client" else "each client's own"
-        return ClientLedgers(folder / FOLDER, f"{whose}; {source.note}")
-
-    def pipeline(self, source: NoiseSource, ledgers: ClientLedgers) -> Pipeline:
-        """What clients do to what they send."""
-        record = RecordRelease(ledgers, self.event, self.limits.uses)
-        clipping = self.clipping()
-        if clipping is None:
-            return Pipeline((record,))
-        noise = LocalNoise(self.mechanism, source, self.noise_multiplier, self.clip.sensitivity())
-        return Pipeline((clipping, noise, record))
-
-    def steps(self, source: NoiseSource) -> PrivateSteps | None:
-        """The local steps, where they are private."""
-        if not isinstance(self.sampler, Poisson):
-            return None
-        return PrivateSteps(
-            self.clip, self.noise_multiplier, self.sampler, self.updates, self.expected_batch,
-            self.mechanism, source,
-        )  # fmt: skip
-
-
 def plan_privacy(
-    scenario: Scenario,
+    scenario: FederationConfig,
     algorithm: Algorithm,
     program: Program,
     work: LocalWork,
@@ -236,11 +159,14 @@ def plan_privacy(
         )
     if config.unit == "client" and config.model == "central":
         return _server_plan(scenario, config, cohort, sizes)
-    return _client_plan(scenario, config, work, len(sizes), int(sizes.sum()))
+    return plan_clients(
+        config, work, clients=len(sizes), examples=int(sizes.sum()), rounds=scenario.rounds,
+        max_abs=scenario.update.max_abs,
+    )  # fmt: skip
 
 
 def _server_plan(
-    scenario: Scenario, config: PrivacyConfig, cohort: int, sizes: NDArray[np.int64]
+    scenario: FederationConfig, config: PrivacyConfig, cohort: int, sizes: NDArray[np.int64]
 ) -> ServerPlan:
     clip, rounds, clients = config.clip_function(), scenario.rounds, len(sizes)
     if isinstance(clip, PerLayer):  # the configuration has refused it
@@ -258,7 +184,7 @@ def _server_plan(
     z = config.noise_multiplier
     if z is None:
         z = calibrate(sampler, delta=config.delta, epsilon=config.epsilon, steps=rounds, unit="client").value
-    _check_first(config, sampler, z, 1, None)
+    check_first(config, sampler, z, 1, None)
     if isinstance(clip, QuantileClip):
         clip.gradient_multiplier(z, float(cohort))  # refuses a z that the count alone exceeds
     weight = 1.0 if config.weight_max is None else float(np.minimum(sizes, config.weight_max).mean())
@@ -266,7 +192,7 @@ def _server_plan(
 
 
 def _cyclic(
-    scenario: Scenario, config: PrivacyConfig, cohort: int, clients: int
+    scenario: FederationConfig, config: PrivacyConfig, cohort: int, clients: int
 ) -> tuple[CyclicPoisson, Strategy | None]:
     """Draws from groups in turn, with the sensitivity of banded noise where that is asked for."""
     sampler = CyclicPoisson(cohort / clients, int(scenario.selector.options["groups"]))
@@ -281,7 +207,7 @@ def _cyclic(
 
 
 def _factorised(
-    scenario: Scenario, config: PrivacyConfig, cohort: int, clients: int
+    scenario: FederationConfig, config: PrivacyConfig, cohort: int, clients: int
 ) -> tuple[MinSep, Strategy]:
     """The limits on taking part, with the sensitivity of the factorisation that was fitted to them."""
     rounds, asked = scenario.rounds, asked_for(cohort, scenario.round)
@@ -307,73 +233,6 @@ def _factorised(
     if not {"scales", "band"} & given.keys():
         strategy = fitted(strategy, plan)
     return MinSep(plan.possible, separation, strategy.sensitivity(plan)), strategy
-
-
-def _client_plan(
-    scenario: Scenario, config: PrivacyConfig, work: LocalWork, clients: int, examples: int
-) -> ClientPlan:
-    clip = config.clip_function()
-    if isinstance(clip, QuantileClip):  # the configuration has refused it
-        raise ConfigError("a quantile", rule="a client clips to a fixed bound", who="clip")
-    sampler: FullBatch | Poisson
-    if config.unit == "client":
-        sampler, updates, expected = FullBatch(), 1, 0.0
-    else:
-        mean = examples / clients
-        rate = config.sampling_rate or min(1.0, (work.batch_size or mean) / mean)
-        sampler, expected = Poisson(rate), rate * mean
-        updates = work.steps or math.ceil(work.epochs / rate - 1e-9)
-    rounds = config.participation.uses or scenario.rounds
-    z = config.noise_multiplier
-    if z is None:
-        z = calibrate(
-            sampler, delta=config.delta, epsilon=config.epsilon, steps=updates * rounds, unit=config.unit,
-            relation=_relation(config),
-        ).value  # fmt: skip
-    event = _event(config, sampler, z, updates, clip)
-    _check_first(config, sampler, z, updates, event.relation)
-    budget = Budget(config.epsilon, config.delta, config.unit, event.relation)
-    affordable = budget.remaining(replace(event, count=1)) // updates
-    spread = _SPREAD * z * clip.sensitivity().total
-    if config.unit == "client" and spread > scenario.update.max_abs:
-        raise ConfigError(
-            f"update.max_abs is {scenario.update.max_abs:g}, and local noise goes to {spread:.4g}",
-            rule="an update is not refused for its noise",
-            fix=f"set update.max_abs to {spread:.4g} or more, or lower the clip bound",
-            who="privacy",
-        )
-    limits = MinSep(min(affordable, rounds), config.participation.separation or 1)
-    return ClientPlan(config, clip, sampler, z, updates, expected, affordable, limits)
-
-
-def _event(
-    config: PrivacyConfig, sampler: Sampler, z: float, updates: int, clip: ClipFunction | PerLayer
-) -> Event:
-    """What a client releases in a round."""
-    return sampler.events(
-        z, updates, unit=config.unit, relation=_relation(config), clip=clip.sensitivity().bound,
-        mechanism=config.noise().name,
-    )[0]  # fmt: skip
-
-
-def _relation(config: PrivacyConfig) -> str | None:
-    """What a client sends by itself could have been anything; an example is there or not."""
-    return "replace-one" if config.unit == "client" else None
-
-
-def _check_first(
-    config: PrivacyConfig, sampler: Sampler, z: float, updates: int, relation: str | None
-) -> None:
-    """Refuse a budget that cannot pay for the first round."""
-    found = epsilon(sampler, z, updates, config.delta, unit=config.unit, relation=relation).epsilon
-    if found > config.epsilon:
-        what = "the run" if isinstance(sampler, MinSep) and sampler.sensitivity else "the first round"
-        raise ConfigError(
-            f"noise_multiplier = {z:g} gives {what} ε {found:.4g}, and the budget is {config.epsilon:g}",
-            rule="the budget pays for what is planned",
-            fix="leave noise_multiplier out, so that it is chosen for the budget, or raise epsilon",
-            who="privacy",
-        )
 
 
 def _check_algorithm(config: PrivacyConfig, algorithm: Algorithm, program: Program) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal
 
+from mycelia.aggregator.secure_plans import SecurePlan
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.accounting import compose, spent
 from mycelia.privacy.calibrate import calibrate
@@ -26,7 +27,6 @@ from mycelia.privacy.sampling import FixedSize
 from mycelia.privacy.secagg.config import NoiseConfig
 from mycelia.privacy.secagg.encoding import Encoding
 from mycelia.privacy.subsampling import without_replacement
-from mycelia.simulations.secure_rounds import SecurePlan
 
 __all__ = ["SharePlan", "plan_shares"]
 
