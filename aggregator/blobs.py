@@ -132,6 +132,11 @@ class Blobs:
     def __contains__(self, sha256: bytes) -> bool:
         return (self.folder / sha256.hex()).exists()
 
+    def discard(self, sha256: bytes) -> None:
+        """Remove a blob that nothing refers to any more; harmless if it is not there."""
+        (self.folder / sha256.hex()).unlink(missing_ok=True)
+        self._sound.pop(sha256, None)
+
     def sweep(self, keep: Collection[bytes], *, grace_s: float = 0.0) -> list[str]:
         """Remove blobs that nothing refers to, and what a crash left of one; for the start of a server.
 

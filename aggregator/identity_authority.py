@@ -53,7 +53,7 @@ from mycelia.privacy.secagg.private_keys import (
 )
 from mycelia.privacy.secagg.roster import MAX_ROSTER_BYTES, ClientEntry, Issuer, Roster, ServerEntry
 
-__all__ = ["CERTIFICATE_DAYS", "OPERATOR_DAYS", "ROSTER_DAYS", "Authority", "Issued"]
+__all__ = ["CERTIFICATE_DAYS", "OPERATOR_DAYS", "ROSTER", "ROSTER_DAYS", "TOKENS", "Authority", "Issued"]
 
 CERTIFICATE_DAYS: Final = 90
 """How long a certificate and its entry are valid, unless said otherwise."""
@@ -61,10 +61,11 @@ OPERATOR_DAYS: Final = 3650
 """How long an operator's key is valid."""
 ROSTER_DAYS: Final = 90
 """How long a roster is valid; every new epoch begins anew."""
+ROSTER: Final = "roster.bin"
+"""The file in the folder that servers get a copy of."""
+TOKENS: Final = "tokens.json"
 _SKEW: Final = 3600  # certificates begin an hour ago, for clocks that are behind
 _KEY: Final = "operator.key"
-_ROSTER: Final = "roster.bin"
-_TOKENS: Final = "tokens.json"
 _KIND: Final = "an operator's"
 _HOST: Final = re.compile(
     r"(?=.{1,253}\Z)[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*"
@@ -99,12 +100,12 @@ class Authority:
         self, folder: Path, lock: FolderLock, key: Identity, operator: Operator, roster: Roster
     ) -> None:
         self.folder, self._lock, self._key, self.operator, self.roster = folder, lock, key, operator, roster
-        self.tokens = TokenFile(folder / _TOKENS)
+        self.tokens = TokenFile(folder / TOKENS)
 
     @property
     def roster_path(self) -> Path:
         """The file that servers get a copy of."""
-        return self.folder / _ROSTER
+        return self.folder / ROSTER
 
     @property
     def document(self) -> bytes:
@@ -129,8 +130,8 @@ class Authority:
         files = {
             _KEY: (identity_pem(key), SECRET),
             OPERATOR: (pem, PUBLIC),
-            _ROSTER: (roster.sign(key), PUBLIC),
-            _TOKENS: (TokenFile.EMPTY, SECRET),
+            ROSTER: (roster.sign(key), PUBLIC),
+            TOKENS: (TokenFile.EMPTY, SECRET),
         }
         new_folder(folder, files)
         return cls.open(folder)
@@ -147,7 +148,7 @@ class Authority:
         if not (folder / _KEY).exists():
             raise DataError(
                 "it is no operator's folder",
-                rule=f"a folder with {_KEY}, {OPERATOR} and {_ROSTER}",
+                rule=f"a folder with {_KEY}, {OPERATOR} and {ROSTER}",
                 fix=f"mycelia enrol init --ca {folder}",
                 who=str(folder),
             )
@@ -162,7 +163,7 @@ class Authority:
                     fix="put back the file that was there",
                     who=str(folder),
                 )
-            document = read_public(folder / _ROSTER, MAX_ROSTER_BYTES)
+            document = read_public(folder / ROSTER, MAX_ROSTER_BYTES)
             roster = Roster.load(document, key.public, now=0)  # an expired one is what `refresh` is for
         except BaseException:
             lock.release()

@@ -89,6 +89,11 @@ class TokenFile:
         """How many could still be used; with none, nobody needs the enrolment port."""
         return sum(not token.used_by and token.expires >= now for token in self._read())
 
+    def good_until(self, now: int) -> int:
+        """The last second that any of those that could still be used is good, Unix time; 0 with none."""
+        ends = [token.expires for token in self._read() if not token.used_by and token.expires >= now]
+        return max(ends, default=0)
+
     def use(self, token: bytes, request: bytes, now: int) -> None:
         """Use a token up for a request; the same request may come again, if its answer was lost.
 

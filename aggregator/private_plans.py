@@ -129,8 +129,10 @@ def plan_privacy(
     work: LocalWork,
     *,
     cohort: int,
-    sizes: NDArray[np.int64],
+    clients: int,
+    examples: int,
     make: Make,
+    sizes: NDArray[np.int64] | None = None,
 ) -> ServerPlan | ClientPlan | SharePlan | None:
     """Sampler, noise and limits of a private run; None without a `[privacy]` block.
 
@@ -140,9 +142,10 @@ def plan_privacy(
         program: the model and its loss.
         work: local work, as the algorithm adjusted it.
         cohort: clients a round aims for, the expected number under Poisson.
-        sizes: training examples of each client; their number and sum are public, the rest where the block
-            says so.
+        clients: how many there are, which is public.
+        examples: training examples of all of them together, which is public; 0: unknown.
         make: the secure sum that holds noise in shares.
+        sizes: training examples of each client, for a block that says they are public; None: nobody has them.
 
     Raises:
         ConfigError: the algorithm has no bound, or settings contradict each other.
@@ -155,20 +158,24 @@ def plan_privacy(
     if config.in_shares and scenario.secure_sum is not None:
         corrupt = int(scenario.secure_sum.corrupt * cohort + 1e-9)
         return plan_shares(
-            config, make, cohort=cohort, clients=len(sizes), rounds=scenario.rounds, corrupt=corrupt
+            config, make, cohort=cohort, clients=clients, rounds=scenario.rounds, corrupt=corrupt
         )
     if config.unit == "client" and config.model == "central":
-        return _server_plan(scenario, config, cohort, sizes)
+        return _server_plan(scenario, config, cohort, clients, sizes)
     return plan_clients(
-        config, work, clients=len(sizes), examples=int(sizes.sum()), rounds=scenario.rounds,
+        config, work, clients=clients, examples=examples, rounds=scenario.rounds,
         max_abs=scenario.update.max_abs,
     )  # fmt: skip
 
 
 def _server_plan(
-    scenario: FederationConfig, config: PrivacyConfig, cohort: int, sizes: NDArray[np.int64]
+    scenario: FederationConfig,
+    config: PrivacyConfig,
+    cohort: int,
+    clients: int,
+    sizes: NDArray[np.int64] | None,
 ) -> ServerPlan:
-    clip, rounds, clients = config.clip_function(), scenario.rounds, len(sizes)
+    clip, rounds = config.clip_function(), scenario.rounds
     if isinstance(clip, PerLayer):  # the configuration has refused it
         raise ConfigError("a bound for each layer", rule="an update is clipped as a whole", who="clip")
     sampler: Sampler
@@ -187,7 +194,16 @@ def _server_plan(
     check_first(config, sampler, z, 1, None)
     if isinstance(clip, QuantileClip):
         clip.gradient_multiplier(z, float(cohort))  # refuses a z that the count alone exceeds
-    weight = 1.0 if config.weight_max is None else float(np.minimum(sizes, config.weight_max).mean())
+    weight = 1.0
+    if config.weight_max is not None:
+        if sizes is None:
+            raise ConfigError(
+                f"privacy.weight_max = {config.weight_max:g}, and nobody knows how many examples clients have",
+                rule="a sum with capped weights is divided by their public mean",
+                fix='leave weight_max out and set weighting = "uniform" in the algorithm',
+                who="privacy",
+            )
+        weight = float(np.minimum(sizes, config.weight_max).mean())
     return ServerPlan(config, clip, sampler, z, float(cohort), rounds, strategy, weight)
 
 

@@ -76,6 +76,11 @@ class Order:
         self.session: int | None = None
         self._machine = ""  # kind of the newest record of the secure sum
 
+    @property
+    def failed(self) -> bool:
+        """Whether the newest round ended without a model."""
+        return self._failed
+
     def copy(self) -> Self:
         """Another one that stands at the same place."""
         other = copy.copy(self)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from hashlib import sha256
 from mmap import mmap
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, Self
 
 from sqlalchemy import ColumnElement, Connection, Insert, Row, func, select
@@ -65,6 +66,10 @@ class StoredBlob(Protocol):
     @property
     def sha256(self) -> bytes:
         """Their hash."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
 
     def open(self) -> AbstractContextManager[mmap]:
         """The bytes, mapped."""

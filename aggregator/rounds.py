@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from mycelia.aggregator.config import RoundConfig
-from mycelia.aggregator.deadlines import derive
+from mycelia.aggregator.deadlines import Deadlines, derive
 from mycelia.aggregator.effects import (
     Abort,
     AbortReason,
@@ -77,6 +77,7 @@ class Round:
         config: budget and policies.
         evaluate: whether this round is evaluated.
         carried: stragglers of the round before and the attempt they were asked in; they count as asked.
+        deadlines: of its phases; None: those of the budget.
     """
 
     def __init__(
@@ -88,9 +89,10 @@ class Round:
         *,
         evaluate: bool = True,
         carried: Mapping[ClientId, int] | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         self._expected, self._k, self._config, self._evaluate = expected, k, config, evaluate
-        self._deadlines = derive(config.budget_s)
+        self._deadlines = deadlines or derive(config.budget_s)
         self._need = quorum_for(k, config)
         self._slots: dict[ClientId, _Slot] = {
             client: _Slot(expected.round - 1, attempt, 1, True) for client, attempt in (carried or {}).items()
@@ -147,6 +149,55 @@ class Round:
         self._phase = "configure"
         effects = self._ask(asked, self._expected.attempt, place=1) if asked else []
         return effects if self._pending and self._k else effects + self._close("complete")
+
+    def resume(
+        self,
+        began: float,
+        now: float,
+        issued: Mapping[int, int],
+        accepted: Iterable[int],
+    ) -> list[Effect]:
+        """Goes on with a round after a restart, in the place of `start`; nobody is asked anew.
+
+        Those who were asked have had their time to say that they are ready.
+
+        Args:
+            began: when the round began; it may lie later than it did, to leave time for coming back.
+            now: the time.
+            issued: clients that were asked, and the attempt each was last asked in.
+            accepted: those whose update is in the sum.
+        """
+        if self._phase != "select" or self._began != -math.inf:
+            raise ProtocolError("the round has already begun", rule="a Round is started once")
+        self._began, self._now, self._next = began, max(0.0, now - began), self._deadlines.train
+        self._phase = "train"
+        first = self._expected.attempt
+        for client, attempt in issued.items():
+            self._slots[client] = _Slot(self._expected.round, attempt, 1 + max(0, attempt - first), True)
+        for client in accepted:
+            slot = self._slots[client]
+            slot.outcome = Outcome(client, slot.attempt, "accepted", "train")
+        self._accepted = sum(slot.outcome is not None for slot in self._slots.values())
+        self._pending = len(self._slots) - self._accepted
+        asked = [place for place, client in enumerate(self._candidates) if client in self._slots]
+        self._next_candidate = max(asked, default=-1) + 1
+        over = self._accepted >= self._k or not self._pending
+        return self._close("complete") if over else self._advance(now)
+
+    def awaits(self, client: ClientId, attempt: int) -> bool:
+        """Whether a sound update of this client and attempt would be accepted now."""
+        slot = self._slots.get(client)
+        return (
+            self._phase in {"configure", "train"}
+            and slot is not None
+            and slot.outcome is None
+            and slot.attempt == attempt
+        )
+
+    @property
+    def pending(self) -> dict[ClientId, int]:
+        """Clients that were asked and have no outcome yet, and the attempt each was asked in."""
+        return {client: slot.attempt for client, slot in self._slots.items() if slot.outcome is None}
 
     def ready(self, clients: Iterable[ClientId], now: float) -> list[Effect]:
         """The clients hold the task and train. An update says so too."""
@@ -364,7 +415,7 @@ class Round:
         if self._accepted:
             return "below_quorum"
         outcomes = self._outcomes()
-        if all(outcome.status == "rejected" and outcome.cause == "weight" for outcome in outcomes):
+        if all(outcome.status == "rejected" and outcome.cause.lower() == "weight" for outcome in outcomes):
             return "zero_weight"
         return "all_failed" if all(o.status in {"failed", "rejected"} for o in outcomes) else "no_survivors"
 

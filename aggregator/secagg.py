@@ -32,6 +32,7 @@ from mycelia.privacy.secagg.events import (
     Effect,
     Event,
     Finish,
+    Left,
     Persist,
     Received,
     Record,
@@ -111,9 +112,11 @@ class SecureSumServer:
         roster: the one that the configuration names.
         unix_time: seconds, for the dates of the roster's entries.
         random: random bytes for the key that tests the clients' keys.
+        over: whether the session has ended, so that the roster decides nothing any more.
 
     Attributes:
         faults: messages that were refused, and clients that left; the first 1000.
+        silent: whose answer the session waited for when it ended.
 
     Raises:
         SecureSumError: `CONFIG`: other candidates or another roster; `OVERFLOW`: the sum could wrap.
@@ -129,9 +132,11 @@ class SecureSumServer:
         *,
         unix_time: int,
         random: Random = os.urandom,
+        over: bool = False,
     ) -> None:
         self.config, self.candidates = config, tuple(sorted(set(candidates)))
-        if not config.n_min <= len(self.candidates) <= config.n_max or roster.sha256 != config.roster_sha256:
+        another = roster.sha256 != config.roster_sha256 and not over
+        if not config.n_min <= len(self.candidates) <= config.n_max or another:
             raise SecureSumError(
                 Reason.CONFIG,
                 f"{len(self.candidates)} candidates",
@@ -159,6 +164,7 @@ class SecureSumServer:
         self._pending: set[int] = set()
         self._common: bytes | None = None
         self._opening: Unmasking | None = None
+        self.silent: frozenset[int] = frozenset()
         self._outcome: tuple[Effect, ...] = ()
 
     @classmethod
@@ -186,7 +192,10 @@ class SecureSumServer:
             SecureSumError: `JOURNAL`: records that no session leaves.
         """
         config, candidates = journal.read_config(records)
-        server = cls(config, size, candidates, identity, roster, unix_time=unix_time, random=random)
+        over = records[-1].kind in ("RESULT", "FAILED")
+        server = cls(
+            config, size, candidates, identity, roster, unix_time=unix_time, random=random, over=over
+        )
         server._phase, server._restarted = "advertise", True
         for record in records[1:]:
             try:
@@ -204,6 +213,24 @@ class SecureSumServer:
     def deadline(self) -> float | None:
         """When the phase closes; None before the first tick and at the end."""
         return self._deadline
+
+    @property
+    def waits_for(self) -> frozenset[int]:
+        """Whose answer the open phase needs."""
+        return frozenset(self._pending)
+
+    @property
+    def folded(self) -> frozenset[int]:
+        """Whose vector is in the sum."""
+        return frozenset(self._sum.folded)
+
+    def snapshot(self) -> list[Effect]:
+        """Before the server stops: what is in the masked sum, so that it need not be sent again."""
+        return [self._snapshot()] if self._phase == "masked" and self._sum.unsaved else []
+
+    def expects_upload(self, client: int) -> bool:
+        """Whether the header of a client's vector has come, and the vector has not."""
+        return self._sum.expects(client)
 
     def handle(self, event: Event) -> list[Effect]:
         """Take an event and say what to do about it."""
@@ -224,6 +251,12 @@ class SecureSumServer:
                     raise SecureSumError(
                         Reason.BUDGET, found, rule="a release is paid for first", phase="unmask"
                     )
+                case Left(sender, found):
+                    open_ = self._phase in PHASES and sender in self._known - self._gone
+                    left = self._error(
+                        Reason.POLICY, found, "a client takes part as long as it likes", sender
+                    )
+                    return self._leave(sender, left) if open_ else []
                 case _:
                     return []  # updates are a client's
         except _Refused as refused:
@@ -726,6 +759,7 @@ class SecureSumServer:
 
     def _end(self, outcome: tuple[Effect, ...]) -> None:
         """Forget keys, shares and sums; what is left can be told again."""
+        self.silent = frozenset(self._pending)
         self._outcome, self._phase, self._deadline = outcome, "done", None
         for kept in (self._dealt, self._adverts, self._agreed):
             kept.clear()

@@ -323,9 +323,9 @@ class Service:
         await self._in_spool(lambda: self._spool.release(payload))
         self._spool_moved.set()
 
-    async def forget(self, run: str, before: int) -> None:
-        """Rounds of a run below `before` are over."""
-        await self._in_spool(lambda: self._spool.forget(run, before))
+    async def forget(self, run: str, before: int, attempt: int = 0) -> None:
+        """Rounds of a run below `before` are over, and the attempts below `attempt` of that one."""
+        await self._in_spool(lambda: self._spool.forget(run, before, attempt))
         self._spool_moved.set()
 
     # --- a stream ---------------------------------------------------------------------------------

@@ -141,6 +141,7 @@ class Spool:
         self._freed = False
         self._first: dict[tuple[int, Position, int], bytes] = {}
         self._taken: set[_Key] = set()
+        self._over: dict[str, tuple[int, int]] = {}
         self._left = {path.name: path.stat().st_size for path in sorted(folder.glob(f"*{_SUFFIX}"))}
         self.pool_used, self.disk_used = 0, sum(self._left.values())
 
@@ -215,6 +216,8 @@ class Spool:
                 `BAD_PAYLOAD` the payload is forgotten.
         """
         at = Position.of(chunk.at)
+        if (at.round, at.attempt) < self._over.get(at.run, (0, 0)):
+            return Reply(client)  # it was on its way when the round ended
         same = (key for key in self._of.get(client, ()) if (key.at, key.sha256) == (at, chunk.sha256))
         key = next(same, None)
         slot = None if key is None else self._slots[key]
@@ -277,11 +280,16 @@ class Spool:
             self._taken.add(key)
             self._drop(key)
 
-    def forget(self, run: str, before: int) -> None:
-        """Rounds of a run below `before` are over: nothing of them is kept, nor known."""
+    def forget(self, run: str, before: int, attempt: int = 0) -> None:
+        """Rounds of a run below `before` are over, and the attempts below `attempt` of that one.
+
+        Nothing of them is kept, nor known.
+        """
 
         def over(at: Position) -> bool:
-            return at.run == run and at.round < before
+            return at.run == run and (at.round, at.attempt) < (before, attempt)
+
+        self._over[run] = max(self._over.get(run, (0, 0)), (before, attempt))
 
         for key in [key for key in self._slots if over(key.at)]:
             self._drop(key)

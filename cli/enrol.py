@@ -517,7 +517,8 @@ def _ask(server: str, operator: bytes, asked: pb.EnrolRequest) -> pb.EnrolReply:
             raise ProtocolError(
                 f"it did not enrol this device: {code.name}, {details!r}",
                 rule="the enrolment port of a server whose certificate this operator signed",
-                fix="check host, port and operator.pub; then run the command again, it asks the same again"
+                fix="check host, port and operator.pub, and that there are unused tokens: without, the port"
+                " is closed; then run the command again, it asks the same again"
                 if away
                 else "ask the operator; the keys in the folder can be used for another try",
                 who=server,

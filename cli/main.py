@@ -28,6 +28,8 @@ class Entry(NamedTuple):
 
 COMMANDS: Mapping[str, Entry] = {
     "simulate": Entry("mycelia.cli.simulate", "command", "Simulate a federation on this machine."),
+    "serve": Entry("mycelia.cli.serve", "command", "Run rounds for devices that connect."),
+    "client": Entry("mycelia.cli.client", "command", "Take part in federations, as a device."),
     "train": Entry("mycelia.cli.train", "command", "Train a model centrally."),
     "report": Entry("mycelia.cli.report", "command", "Make the HTML and JSON report of a run."),
     "privacy": Entry("mycelia.cli.privacy", "app", "Compute, calibrate and show what is spent of privacy."),

@@ -48,8 +48,8 @@ def command(
     Built-in scenarios: quickstart (digits, one minute), fashion (a CNN on Fashion-MNIST),
     personalised (batch norm that stays with the client), dp (clients whose data is protected),
     dp-ftrl (the same for clients that come when they like), secure (a server that sees sums
-    alone). Ctrl-C saves a checkpoint; --resume goes on from it and ends with the same model as a
-    run that was never stopped.
+    alone), demo (what mycelia serve --demo runs). Ctrl-C saves a checkpoint; --resume goes on
+    from it and ends with the same model as a run that was never stopped.
 
     Example: mycelia simulate quickstart -s rounds=20 -s algorithm=fedadam --out runs/adam
     """

@@ -152,6 +152,10 @@ class LocalTrainer:
         batch_shape: shape of the inputs of a full batch, None where there is none.
         package: the compiled step of a full batch, for the plan `inductor`; see `package_of`.
         steps_of: makes the steps where they are not SGD; then plan and package are not used.
+        before_step: called before each SGD step; what it raises ends the training.
+
+    Attributes:
+        buffers: float buffers and counters, where the last client ended.
     """
 
     def __init__(
@@ -166,9 +170,11 @@ class LocalTrainer:
         batch_shape: tuple[int, ...] | None = None,
         package: Path | None = None,
         steps_of: StepsOf | None = None,
+        before_step: Callable[[], None] | None = None,
     ) -> None:
         self.program, self.work, self.seed = program, work, seed
-        params, self._buffers = program.init()
+        params, self.buffers = program.init()
+        self._before_step = before_step
         self.start = program.flatten(params).clone()
         self.vector = self.start.clone()
         self._params = program.unflatten(self.vector)
@@ -215,7 +221,7 @@ class LocalTrainer:
         if not self._views:
             for name, tensor in self.program.unflatten(self.vector).items():
                 self._params[name].copy_(tensor)
-        for name, tensor in self._buffers.items():
+        for name, tensor in self.buffers.items():
             tensor.copy_(buffers[name])
         if extra:
             if not extra.keys() <= self._extra.keys():
@@ -225,10 +231,21 @@ class LocalTrainer:
                     who="algorithm",
                 )
             self._extra.update(extra)
-        steps, examples, loss_sum = self._steps(self._params, self._buffers, data, round, self._extra)
+        steps, examples, loss_sum = self._steps(self._params, self.buffers, data, round, self._extra)
         if not self._views:
             self.vector.copy_(self.program.flatten(self._params))
-        return LocalResult(self.vector, self._buffers, steps, loss_sum, examples)
+        return LocalResult(self.vector, self.buffers, steps, loss_sum, examples)
+
+    def warm_up(self, inputs: Tensor, targets: Tensor) -> None:
+        """Trace the step of a full batch now, and not in the first round; nothing is trained.
+
+        Args:
+            inputs: of a full batch, whatever their values.
+            targets: likewise.
+        """
+        params = {name: tensor.clone() for name, tensor in self._params.items()}
+        buffers = {name: tensor.clone() for name, tensor in self.buffers.items()}
+        self._step(params, buffers, inputs, targets, self._zero_seed, self._extra)
 
     def named_views(self, prefix: str, vector: Tensor) -> Tensors:
         """`named_views` of the program, remembered while the same tensor comes back."""
@@ -248,6 +265,8 @@ class LocalTrainer:
         base = derive(self.seed, "local randomness", round=round, client=data.client) if self._random else 0
         steps, examples, loss_sum = 0, 0, 0.0
         for inputs, targets in self._batches(data, round):
+            if self._before_step is not None:
+                self._before_step()
             if self._random:
                 seed = torch.tensor((base + steps) & 0x7FFFFFFFFFFFFFFF)
             loss = self._step(params, buffers, inputs, targets, seed, extra)

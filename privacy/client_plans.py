@@ -104,7 +104,7 @@ def plan_clients(
         config: the block.
         work: local work, as the algorithm adjusted it.
         clients: how many there are.
-        examples: of all of them together, which is public; 0 where `sampling_rate` and nothing else is.
+        examples: of all of them together, which is public where they are the unit; 0: unknown.
         rounds: that are planned.
         max_abs: bound on an entry of an update.
 
@@ -119,6 +119,13 @@ def plan_clients(
     if config.unit == "client":
         sampler, updates, expected = FullBatch(), 1, 0.0
     else:
+        if not examples:
+            raise ConfigError(
+                "nobody knows how many examples there are",
+                rule="a step's sum is divided by the public mean number of examples it draws",
+                fix="say how many examples all clients hold together: run.examples",
+                who="privacy",
+            )
         mean = examples / clients
         rate = config.sampling_rate or min(1.0, (work.batch_size or mean) / mean)
         sampler, expected = Poisson(rate), rate * mean

@@ -27,6 +27,7 @@ from mycelia.engine.errors import ConfigError
 from mycelia.engine.local import LocalWork
 from mycelia.engine.plugins import user_code
 from mycelia.engine.program import Program
+from mycelia.engine.recipe import Recipe
 from mycelia.engine.sums import SumFormat, TermSpec
 from mycelia.engine.transforms.compile import (
     Plan,
@@ -46,7 +47,6 @@ from mycelia.simulations.behaviour import Behaviour
 from mycelia.simulations.dealing import pool
 from mycelia.simulations.guard import Guard
 from mycelia.simulations.partition import Partition
-from mycelia.simulations.recipe import Recipe
 from mycelia.simulations.scenario import Scenario
 
 __all__ = ["Prepared", "open_backend", "prepare"]
@@ -141,7 +141,10 @@ def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
     def noised(clip: float, noise: NoiseConfig) -> SecurePlan | None:
         return secure_sum(_terms(scenario, algorithm, program, None), work, clip=clip, noise=noise)
 
-    privacy = plan_privacy(scenario, algorithm, program, work, cohort=cohort, sizes=sizes, make=noised)
+    privacy = plan_privacy(
+        scenario, algorithm, program, work, cohort=cohort, clients=len(sizes), examples=int(sizes.sum()),
+        make=noised, sizes=sizes,
+    )  # fmt: skip
     if isinstance(privacy, ClientPlan):
         work = privacy.work(work)
     specs = _terms(scenario, algorithm, program, privacy)

@@ -17,6 +17,7 @@ from mycelia.aggregator.rounds import quorum_for
 from mycelia.engine import events
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
 from mycelia.engine.checkpoint import Checkpoint
+from mycelia.engine.client_store import ClientStore
 from mycelia.engine.config import load_config, to_toml
 from mycelia.engine.environment import describe, memory
 from mycelia.engine.errors import ConfigError, MyceliaError
@@ -27,7 +28,6 @@ from mycelia.engine.run import CHECKPOINTS, Run
 from mycelia.engine.schema import model_sha256
 from mycelia.engine.types import Tensors
 from mycelia.simulations.backends import Backend
-from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.federation import Federation, RoundReport, Straggler
 from mycelia.simulations.guard import Guard, open_guard
 from mycelia.simulations.partition import Partition

@@ -20,7 +20,7 @@ from mycelia.privacy.secagg.canonical import digest
 
 __all__ = [
     "LocalConfig", "PackingConfig", "TaskSettings", "UpdateConfig", "message_entries", "place_of",
-    "rounding_stream", "sent_sha256",
+    "rounding_stream", "sent_sha256", "task_sha256",
 ]  # fmt: skip
 
 Text = Annotated[str, Field(min_length=1, max_length=256)]
@@ -119,6 +119,11 @@ def rounding_stream(seed: int, round: int, client: int) -> np.random.Generator:
 def sent_sha256(task: pb.Task) -> bytes:
     """One hash of all tensors that a task is about, for the configuration of its secure sum."""
     return digest("FED1/sent", task.model_sha256, task.message_sha256)
+
+
+def task_sha256(task: pb.Task) -> bytes:
+    """One hash of all that a task asks for, for the configuration of its secure sum."""
+    return digest("FED1/task", task.purpose, task.algorithm, task.settings)
 
 
 def message_entries(extra: Mapping[str, Tensor]) -> tuple[Entry, ...]:

@@ -144,6 +144,15 @@ class Algorithm(ABC):
         `state` is not changed, and comes back as it is from a total of no updates.
         """
 
+    def merges_by_coordinate(self) -> bool:
+        """Whether `merge` does the same for any part of the coordinates as for all of them.
+
+        Then a large model is merged block by block: `merge` gets the block's entries of the vector, of each
+        term and of each further tensor that is as long as the vector; buffers and their terms come with the
+        last block, and every other tensor whole with each.
+        """
+        return False
+
     def personal(
         self, program: Program, state: ServerState, client_state: Tensors | None
     ) -> tuple[Tensor, Tensors]:

@@ -45,6 +45,10 @@ class FedAvg(Algorithm):
         """Local SGD from the server's model."""
         return local_sgd(trainer, message, data, client_weight(self.weighting, len(data))), state
 
+    def merges_by_coordinate(self) -> bool:
+        """The mean of a coordinate is its own affair."""
+        return True
+
     def merge(self, program: Program, state: ServerState, total: Total) -> ServerState:
         """Add `server_lr` times the weighted mean of the deltas."""
         return merge_model(program, state, total, server_lr=self.server_lr)

@@ -65,6 +65,10 @@ class FedNova(Algorithm):
         terms["params"] = Term(result.vector, weight / result.steps, message.vector)
         return Update(terms, client_metrics(result)), state
 
+    def merges_by_coordinate(self) -> bool:
+        """τ comes whole with each block."""
+        return True
+
     def merge(self, program: Program, state: ServerState, total: Total) -> ServerState:
         """Add τ_eff times the weighted mean of the steps' directions."""
         if total.count == 0:

@@ -56,6 +56,10 @@ class FedOpt(Algorithm):
         """Local SGD from the server's model."""
         return local_sgd(trainer, message, data, client_weight(self.weighting, len(data))), state
 
+    def merges_by_coordinate(self) -> bool:
+        """So are its moments."""
+        return True
+
     def merge(self, program: Program, state: ServerState, total: Total) -> ServerState:
         """One step of the optimiser; no updates, no step, so that moments do not decay in a failed round."""
         if total.count == 0:

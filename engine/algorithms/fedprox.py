@@ -131,6 +131,10 @@ class FedProx(Algorithm):
             terms["loss"] = Term(loss, float(len(data)))
         return Update(terms, client_metrics(result)), state
 
+    def merges_by_coordinate(self) -> bool:
+        """μ follows the loss, of which each block would take another step."""
+        return not self.adaptive
+
     def merge(self, program: Program, state: ServerState, total: Total) -> ServerState:
         """Add `server_lr` times the weighted mean of the deltas, and move μ where it is adaptive."""
         merged = merge_model(program, state, total, server_lr=self.server_lr)

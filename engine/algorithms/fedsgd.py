@@ -48,6 +48,10 @@ class FedSGD(Algorithm):
         """One full-batch step from the server's model."""
         return local_sgd(trainer, message, data, client_weight(self.weighting, len(data))), state
 
+    def merges_by_coordinate(self) -> bool:
+        """The mean of a coordinate is its own affair."""
+        return True
+
     def merge(self, program: Program, state: ServerState, total: Total) -> ServerState:
         """Add the weighted mean of the steps."""
         return merge_model(program, state, total)

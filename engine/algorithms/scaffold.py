@@ -116,6 +116,10 @@ class Scaffold(Algorithm):
         terms["control"] = Term(new, weight, own)
         return Update(terms, client_metrics(result)), {"control": new}
 
+    def merges_by_coordinate(self) -> bool:
+        """The control variate is as long as the vector."""
+        return True
+
     def merge(self, program: Program, state: ServerState, total: Total) -> ServerState:
         """Move the model by the mean delta and c by the cohort's share of the mean change."""
         if not 0 < self.population >= total.count:

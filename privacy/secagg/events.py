@@ -26,6 +26,7 @@ __all__ = [
     "Effect",
     "Event",
     "Finish",
+    "Left",
     "LocalUpdate",
     "Persist",
     "Received",
@@ -92,7 +93,14 @@ class ChargeRefused(NamedTuple):
     found: str
 
 
-Event = Received | ChunkReceived | Tick | LocalUpdate | Close | ChargeRefused
+class Left(NamedTuple):
+    """To a server: a client says, outside of the session, that it takes no part or no more."""
+
+    sender: int
+    found: str
+
+
+Event = Received | ChunkReceived | Tick | LocalUpdate | Close | ChargeRefused | Left
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from mycelia.engine._torch import version
 from mycelia.engine.algorithms import Algorithm, Message, ServerState
+from mycelia.engine.client_store import ClientStore
 from mycelia.engine.data import Examples
 from mycelia.engine.errors import ConfigError, DataError, MyceliaError
+from mycelia.engine.evaluation import CHUNK, measure
 from mycelia.engine.local import ClientData, LocalTrainer, LocalWork, StepsOf
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.program import Program
@@ -24,12 +25,9 @@ from mycelia.engine.transforms.compile import Adder
 from mycelia.privacy.pipeline import Pipeline, Sent
 from mycelia.privacy.secure_updates import SLOTS, VECTOR
 from mycelia.simulations.backends.base import Failure, Packed, PackedShape
-from mycelia.simulations.client_store import ClientStore
 from mycelia.simulations.partition import Partition
 
 __all__ = ["Replica", "Task"]
-
-_CHUNK = 1000  # test examples a call: enough to fill the kernels, few enough to share among workers
 
 
 @dataclass(frozen=True)
@@ -172,11 +170,11 @@ class Replica:
 
     def chunks(self) -> int:
         """How many parts the test set is measured in."""
-        return -(-len(self.test_set) // _CHUNK)
+        return -(-len(self.test_set) // CHUNK)
 
     def test(self, message: Message, chunk: int) -> Metrics:
         """Metrics of the message's model on one part of the test set."""
-        rows = np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, len(self.test_set)))
+        rows = np.arange(chunk * CHUNK, min((chunk + 1) * CHUNK, len(self.test_set)))
         return self._measure(message.vector, message.buffers, self.test_set, rows)
 
     def spread(self, message: Message, client: int, limit: int) -> dict[str, float]:
@@ -205,19 +203,6 @@ class Replica:
         return ClientData(inputs, examples.targets[rows], np.arange(len(rows)), client)
 
     def _measure(
-        self,
-        vector: Tensor,
-        buffers: dict[str, Tensor],
-        examples: Examples,
-        rows: npt.NDArray[np.int64],
+        self, vector: Tensor, buffers: dict[str, Tensor], examples: Examples, rows: npt.NDArray[np.int64]
     ) -> Metrics:
-        metrics = Metrics(classes=self.task.classes)
-        params = self.program.unflatten(vector)
-        with torch.no_grad():
-            for first in range(0, len(rows), _CHUNK):
-                part = rows[first : first + _CHUNK]
-                inputs = torch.from_numpy(examples.inputs[part])
-                targets = torch.from_numpy(examples.targets[part])
-                forward = self.program.forward(params, buffers, inputs, targets, training=False)
-                metrics = metrics.update(forward.outputs, forward.losses, targets)
-        return metrics
+        return measure(self.program, vector, buffers, examples, self.task.classes, rows)

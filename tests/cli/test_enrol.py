@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
+from mycelia.aggregator.enrolment import EnrolmentPort
 from mycelia.aggregator.identity import ServerKeys, check_client
 from mycelia.aggregator.identity_authority import Authority
-from mycelia.aggregator.identity_online import issue_by_token
+from mycelia.aggregator.identity_online import OnlineAuthority
 from mycelia.aggregator.identity_tokens import TokenTries
-from mycelia.aggregator.wire.frames import decode_enrol_request, encode
 from mycelia.client.identity import DeviceIdentity
-from mycelia.privacy.secagg.certificates import IdentityProblem
 from tests.cli.command_line import Done, mycelia
 
 Capture = pytest.CaptureFixture[str]
@@ -276,55 +275,62 @@ def test_no_token_on_the_command_line(operator: Command) -> None:
     assert not Path("identity").exists()
 
 
-class Enrolment(grpc.GenericRpcHandler):
-    """The enrolment port, with nothing around it."""
+class Port:
+    """The enrolment port of a server, in a thread of its own as the command waits for the answer.
+
+    Attributes:
+        number: where it listens.
+        rosters: the documents that the server was given.
+    """
 
     def __init__(self) -> None:
-        self._tries = TokenTries()
+        self.number, self.rosters = 0, list[bytes]()
+        self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+        self._thread.start()
+        assert self._ready.wait(30)
 
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        assert details.method == "/mycelia.Enrolment/Enrol"
-        return grpc.unary_unary_rpc_method_handler(
-            self._answer, request_deserializer=decode_enrol_request, response_serializer=encode
-        )
+    def wait_closed(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._port.wait_for(False), self._loop).result(30)
 
-    def _answer(self, asked: Any, context: grpc.ServicerContext) -> Any:
-        now = int(time.time())
-        try:
-            return issue_by_token(
-                Path("operator"),
-                asked,
-                tries=self._tries,
-                address=context.peer(),
-                now=now,
-                clock=time.monotonic(),
-            )
-        except IdentityProblem as problem:
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, problem.reason)
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join(30)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        authority = OnlineAuthority(Path("operator"), self._take)
+        keys = ServerKeys.open(Path("keys"), int(time.time()))
+        self._port = EnrolmentPort(keys, authority, tries=TokenTries(100))
+        self.number = await self._port.start("localhost:0")
+        self._ready.set()
+        await self._end.wait()
+        await self._port.stop()
+        await authority.close()
+
+    async def _take(self, document: bytes) -> None:
+        self.rosters.append(document)
 
 
 @pytest.fixture
-def port(operator: Command) -> Iterator[int]:
+def port(operator: Command) -> Iterator[Port]:
     operator.json("server", "--ca", "operator", "--name", "agg-1", "--dns", "localhost", "--out", "keys")
-    keys = ServerKeys.open(Path("keys"), int(time.time()))
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    server.add_generic_rpc_handlers((Enrolment(),))
-    credentials = grpc.ssl_server_credentials([(keys.tls_key_pem, keys.certificate_pem)])
-    found = server.add_secure_port("localhost:0", credentials)
-    server.start()
-    yield found
-    server.stop(None).wait(10)
+    made = Port()
+    yield made
+    made.close()
 
 
-def test_enrolment_by_token(operator: Command, port: int) -> None:
+def test_enrolment_by_token(operator: Command, port: Port) -> None:
     first, second = operator.json("token", "--ca", "operator", "--count", 2)["tokens"]
     token = operator.folder / "t.txt"
     token.touch(0o600)
 
     def arguments(out: str, operator_folder: str = "operator") -> tuple[object, ...]:
-        at = ("--server", f"localhost:{port}", "--token-file", token)
+        at = ("--server", f"localhost:{port.number}", "--token-file", token)
         return ("request", *at, "--operator", f"{operator_folder}/operator.pub", "--out", out)
 
+    (spare,) = operator.json("token", "--ca", "operator")["tokens"]  # so that the port stays open
     token.write_text("00" * 32)
     assert "BAD_TOKEN" in operator.refused(1, *arguments("identity"))
     token.write_text(first)
@@ -336,7 +342,14 @@ def test_enrolment_by_token(operator: Command, port: int) -> None:
     assert operator.json(*arguments("identity-2"))["client"] == 2
     issuers = [entry["issuer"] for entry in operator.json("list", "--ca", "operator")["clients"]]
     assert issuers == ["online", "online"]
+    assert port.rosters == [*port.rosters[:1], Path("operator/roster.bin").read_bytes()]
     operator.json("init", "--ca", "other")
     said = operator.refused(1, *arguments("identity-3", "other"))  # a server of another operator
     assert "UNAVAILABLE" in said
     assert "operator.pub" in said
+    token.write_text(spare)
+    assert operator.json(*arguments("identity-4"))["client"] == 3
+    port.wait_closed()  # the last token is used
+    said = operator.refused(1, *arguments("identity-5"))
+    assert "UNAVAILABLE" in said
+    assert "unused tokens" in said

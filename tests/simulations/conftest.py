@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mycelia.engine.program import Program
-from mycelia.simulations.recipe import Recipe
+from mycelia.engine.recipe import Recipe
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,10 @@ class ClientStore:
         for old in sorted(r for r in self._rounds(client) if r < round)[:-1]:
             self._path(client, old).unlink(missing_ok=True)
 
+    def forget(self, client: int, round: int) -> None:
+        """Drop what one client's round wrote: its update did not count."""
+        self._path(client, round).unlink(missing_ok=True)
+
     def forget_from(self, round: int) -> None:
         """Drop what rounds from this one on wrote: a resumed run does them again."""
         for path in self.folder.glob("*/*.safetensors"):

@@ -1,0 +1,1 @@
+"""Runs: rounds one after the other, over devices that come and go."""

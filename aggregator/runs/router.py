@@ -1,0 +1,101 @@
+"""From streams to runs: which run a device's words belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+
+from mycelia.aggregator.logs import log
+from mycelia.aggregator.runs.floor import Floor
+from mycelia.aggregator.runs.run import FederatedRun
+from mycelia.aggregator.service import Service
+from mycelia.aggregator.spool import Spooled
+from mycelia.aggregator.status.board import Board
+from mycelia.aggregator.wire import federation_pb2 as pb
+from mycelia.aggregator.wire.frames import Problem, Reason
+from mycelia.aggregator.wire.problems import clipped
+from mycelia.privacy.secagg.roster import ClientEntry
+
+__all__ = ["Renewal", "Router"]
+
+Renewal = Callable[[int, pb.Renew], Awaitable[pb.Renewed]]
+"""Answers a device that asks for a certificate of new keys."""
+
+
+class Router:
+    """The handler of a service, for all runs of a server.
+
+    Args:
+        floor: who is here.
+        board: what people see.
+        renew: answers renewals, or says who does.
+
+    Attributes:
+        runs: by name; a run is there before its first task.
+        service: set before the first stream.
+    """
+
+    def __init__(self, floor: Floor, board: Board, renew: Renewal) -> None:
+        self._floor, self._board, self._renew = floor, board, renew
+        self.runs: dict[str, FederatedRun] = {}
+        self.service: Service
+
+    async def held(self, client: int) -> Iterable[pb.Held]:
+        """See `Handler.held`."""
+        return [held for run in self.runs.values() for held in run.held(client)]
+
+    async def connected(self, client: int, entry: ClientEntry) -> None:
+        """See `Handler.connected`."""
+        self._board.connected(client, entry.name)
+        log("connected", client=client)
+        for run in self.runs.values():
+            run.connected(client, entry.identity_key, entry.name)
+        self._floor.came(client)
+
+    async def frame(self, client: int, frame: pb.ClientFrame) -> None:
+        """See `Handler.frame`."""
+        body = frame.WhichOneof("body") or ""
+        if body == "renew":
+            await self._renewed(client, frame.renew)
+            return
+        self._run(getattr(frame, body).at.run, client).frame(client, frame)
+
+    async def offered(self, client: int, offer: pb.Offer) -> None:
+        """See `Handler.offered`."""
+        self._run(offer.at.run, client).offered(client, offer)
+
+    async def payload(self, client: int, payload: Spooled) -> None:
+        """See `Handler.payload`."""
+        at = payload.manifest.at
+        run = None if at is None else self.runs.get(at.run)
+        if run is None or not run.payload(client, payload):
+            await self.service.release(payload)
+
+    async def delivered(self, client: int, offer: pb.Offer) -> None:
+        """See `Handler.delivered`."""
+
+    async def lost(self, client: int, problem: Problem | None) -> None:
+        """See `Handler.lost`."""
+        self._floor.left(client)
+        self._board.disconnected(client, problem)
+        if problem is None:
+            log("disconnected", client=client)
+        else:
+            self._board.refused(problem.reason)
+            hint = clipped(problem.hint, 400)
+            log("disconnected", level="warning", client=client, reason=problem.reason.value, hint=hint)
+        for run in self.runs.values():
+            run.lost(client, problem)
+
+    async def _renewed(self, client: int, asked: pb.Renew) -> None:
+        self.service.push(client, pb.ServerFrame(renewed=await self._renew(client, asked)))
+
+    def _run(self, name: str, client: int) -> FederatedRun:
+        run = self.runs.get(name)
+        if run is None:
+            raise Problem(
+                Reason.WRONG_PHASE,
+                "work of a run that this server does not have",
+                rule="wait to be asked",
+                who=f"client {client}",
+            )
+        return run
