@@ -10,20 +10,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from sqlalchemy import Connection, select
 
+from mycelia.aggregator.notices import publish
 from mycelia.aggregator.store import Store
 from mycelia.aggregator.tables import leases
 from mycelia.aggregator.wire.problems import Problem, Reason
 
-__all__ = ["LEASE_S", "RENEW_S", "Lease", "leader", "take"]
+__all__ = ["LEASES", "LEASE_S", "RENEW_S", "Lease", "Standing", "leader", "standing", "take"]
 
 LEASE_S: Final = 10.0
 """Seconds that a lease lasts."""
 RENEW_S: Final = 3.0
 """Seconds after which it is renewed."""
+LEASES: Final = "leases"
+"""The channel that says the name of a run whose lease was given back."""
+
+
+def _awake_clock() -> float:
+    """Seconds that go on while the machine sleeps, where the system counts them."""
+    boottime = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if boottime is None else time.clock_gettime(boottime)
 
 
 class Lease:
@@ -71,6 +80,7 @@ class Lease:
         self._until = 0.0
         with self.write() as connection:
             connection.execute(leases.update().where(leases.c.run == self.run).values(expires=0.0))
+            publish(connection, LEASES, self.run)
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -101,7 +111,7 @@ def take(
     holder: str,
     *,
     now: float | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = _awake_clock,
 ) -> Lease | None:
     """Take the lead of a run, if it is free.
 
@@ -149,6 +159,34 @@ def _insert_first(connection: Connection, run: str, values: dict[str, object]) -
         return connection.scalar(first) is not None
     connection.execute(leases.insert().values(run=run, **values))
     return True
+
+
+class Standing(NamedTuple):
+    """A lease, as whoever does not have it sees it.
+
+    Attributes:
+        holder: the server that had it last.
+        fence: its number.
+        left: seconds until another server may take it; 0 if that is now.
+    """
+
+    holder: str
+    fence: int
+    left: float
+
+
+def standing(store: Store, run: str) -> Standing | None:
+    """How the lease of a run stands; None if nobody ever had it.
+
+    Raises:
+        Problem: `STORE` or `STORE_CORRUPT`.
+    """
+    with store.read() as connection:
+        row = connection.execute(select(leases).where(leases.c.run == run)).one_or_none()
+        if row is None:
+            return None
+        left = row.expires - store.now(connection)
+    return Standing(row.holder, row.fence, left if store.shared and 0 < left <= LEASE_S else 0.0)
 
 
 def leader(store: Store, run: str) -> str | None:

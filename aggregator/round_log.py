@@ -46,7 +46,10 @@ from mycelia.aggregator.wire.problems import Problem, Reason, clipped
 from mycelia.engine.errors import ConfigError, DataError, MyceliaError, ProtocolError
 from mycelia.privacy.secagg.canonical import digest
 
-__all__ = ["INLINE_BYTES", "ROUNDS", "BlobStore", "Head", "RoundLog", "StoredBlob", "blobs_in_use", "has_run"]
+__all__ = [
+    "INLINE_BYTES", "ROUNDS", "BlobStore", "Head", "RoundLog", "StoredBlob", "blobs_in_use", "config_of",
+    "has_run",
+]  # fmt: skip
 
 INLINE_BYTES: Final = 2**16
 """The longest body of a secure sum's record that is kept in the table."""
@@ -519,6 +522,16 @@ def has_run(store: Store, run: str) -> bool:
     """
     with store.read() as connection:
         return bool(connection.scalar(select(func.count()).select_from(runs).where(runs.c.run == run)))
+
+
+def config_of(store: Store, run: str) -> bytes | None:
+    """The configuration that a run began with; None if there is no run of this name.
+
+    Raises:
+        Problem: `STORE` or `STORE_CORRUPT`.
+    """
+    with store.read() as connection:
+        return connection.scalar(select(runs.c.config).where(runs.c.run == run))
 
 
 def _run_row(connection: Connection, run: str) -> Row[Any]:

@@ -14,12 +14,12 @@ from mycelia.aggregator.config import FederationConfig, RoundConfig
 from mycelia.aggregator.limits import Limits
 from mycelia.aggregator.wire.channel import is_loopback, split_address
 from mycelia.aggregator.wire.offers import MAX_PAYLOAD
-from mycelia.engine.config import Named, Strict, load_config
+from mycelia.engine.config import Named, Strict, load_config, to_toml
 from mycelia.engine.errors import ConfigError
 
 __all__ = [
     "DataExample", "LimitsTable", "PayloadTable", "RunTable", "ServerConfig", "ServerRound", "ServerTable",
-    "StatusTable", "StoreTable", "check_together", "load_server_config",
+    "StatusTable", "StoreTable", "check_together", "load_server_config", "run_settings",
 ]  # fmt: skip
 
 OVER_SELECT: Final = 1.25
@@ -278,6 +278,16 @@ def _anchored(config: ServerConfig, folder: Path) -> ServerConfig:
         "status": None if status is None else status.model_copy(update={"token_file": at(status.token_file)}),
     }
     return config.model_copy(update=changed)
+
+
+def run_settings(config: FederationConfig) -> bytes:
+    """What all servers of a run agree on: everything but where each listens and keeps its own things."""
+    if not isinstance(config, ServerConfig):
+        return to_toml(config).encode()
+    own: dict[str, object] = dict.fromkeys(_SHARED)
+    return to_toml(
+        config.model_copy(update=own | {"run": config.run.model_copy(update={"out": None})})
+    ).encode()
 
 
 def check_together(configs: Sequence[ServerConfig]) -> None:

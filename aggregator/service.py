@@ -328,6 +328,11 @@ class Service:
         await self._in_spool(lambda: self._spool.forget(run, before, attempt))
         self._spool_moved.set()
 
+    async def restart(self, run: str) -> None:
+        """This server begins with a run anew, from its log: all that came for it is offered again."""
+        await self._in_spool(lambda: self._spool.restart(run))
+        self._spool_moved.set()
+
     # --- a stream ---------------------------------------------------------------------------------
 
     async def _connect(self, _: object, context: Context) -> None:

@@ -296,6 +296,14 @@ class Spool:
         self._taken = {key for key in self._taken if not over(key.at)}
         self._first = {once: digest for once, digest in self._first.items() if not over(once[1])}
 
+    def restart(self, run: str) -> None:
+        """This server begins with a run anew, from its log: all that came for it is offered again."""
+        for key in [key for key in self._slots if key.at.run == run]:
+            self._drop(key)
+        self._over.pop(run, None)
+        self._taken = {key for key in self._taken if key.at.run != run}
+        self._first = {once: digest for once, digest in self._first.items() if once[1].run != run}
+
     def close(self) -> None:
         """Let go of the files; what is in them is found again by a spool of the same folder."""
         for slot in self._slots.values():

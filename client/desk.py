@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -27,10 +27,10 @@ from mycelia.client.rules import Refused, Rules
 from mycelia.client.spending import noise_source, record_of
 from mycelia.client.training import Job, Local, Result, Workplace
 from mycelia.client.transport import Transport
-from mycelia.client.worker import Stopped, Token, Worker
+from mycelia.client.worker import Stopped, Token, Worker, looked_at
 from mycelia.engine.algorithms import Message
 from mycelia.engine.durable import write_whole
-from mycelia.engine.errors import DataError
+from mycelia.engine.errors import ConfigError, DataError
 from mycelia.privacy.noise.source import NoiseSource
 from mycelia.privacy.secagg.canonical import digest
 
@@ -161,6 +161,7 @@ class Desk:
             self.give_up()
             token = Token()
             running = asyncio.create_task(self.worker.run(partial(job.train, message), token))
+            running.add_done_callback(looked_at)
             training = self._training = _Training(wanted, token, running)
         try:
             return await asyncio.shield(training.task)
@@ -184,22 +185,21 @@ class Desk:
 
     # --- payloads that wait -----------------------------------------------------------------------
 
-    def keep(self, at: Position, data: bytes, trained: Trained) -> Payload:
-        """Keep an update until its round is over, whatever happens to this process.
+    def write(self, at: Position, parts: Iterable[bytes]) -> Payload:
+        """Write an update down, which stays until its round is over, whatever happens to this process.
 
         Raises:
             DataError: it cannot be written.
         """
-        path = self._waiting(trained.sha256)
+        path = self._waiting(at.run)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(path, data)
+            write_whole(path, parts)
+            return Payload.open(path)
         except OSError as error:
             raise DataError(
                 f"an update cannot be kept: {error.strerror}", fix="free space on the device", who=str(path)
             ) from error
-        self.journal.keep(at, trained)
-        return Payload(data, whole=trained.sha256)
 
     def kept(self, task: pb.Task) -> tuple[Trained, Payload] | None:
         """The update of this very work, if it was trained before and is still there."""
@@ -207,21 +207,20 @@ class Desk:
         if trained is None or trained.task_sha256 != work_sha256(task):
             return None
         try:
-            payload = Payload(self._waiting(trained.sha256).read_bytes())
-        except OSError:
+            payload = Payload.open(self._waiting(task.at.run))
+        except (OSError, ConfigError):
             return None
         return (trained, payload) if payload.sha256 == trained.sha256 else None
 
     def settle(self, at: Position) -> None:
         """A round is over: what waited for that goes."""
-        trained = self.journal.trained(at.run)
-        if trained is not None and trained.round <= at.round:
-            with suppress(OSError):
-                self._waiting(trained.sha256).unlink()
         self.journal.settle(at)
+        if self.journal.trained(at.run) is None:
+            with suppress(OSError):
+                self._waiting(at.run).unlink()
 
-    def _waiting(self, payload_sha256: bytes) -> Path:
-        return self.state / "outgoing" / payload_sha256.hex()
+    def _waiting(self, run: str) -> Path:
+        return self.state / "outgoing" / quote(run, safe="")
 
 
 def _failed(task: asyncio.Task[Result]) -> bool:

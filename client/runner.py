@@ -24,7 +24,7 @@ from mycelia.aggregator.wire.problems import Problem, Reason
 from mycelia.aggregator.wire.transfer import Sink
 from mycelia.client.config import ClientConfig
 from mycelia.client.desk import Desk, declined, failed
-from mycelia.client.device_journal import HEAD, DeviceJournal, JournalError
+from mycelia.client.device_journal import HEAD, JOURNAL, DeviceJournal, JournalError
 from mycelia.client.identity import DeviceIdentity
 from mycelia.client.journal import ClientJournal
 from mycelia.client.notices import (
@@ -54,6 +54,7 @@ from mycelia.engine.plugins import user_code
 from mycelia.privacy.secagg.canonical import Reason as SumReason
 from mycelia.privacy.secagg.canonical import SecureSumError
 from mycelia.privacy.secagg.certificates import DAY, IdentityProblem
+from mycelia.privacy.secagg.messages import Envelope, envelope_limit
 
 __all__ = ["Device"]
 
@@ -162,16 +163,17 @@ class Device:
         self.report.client = identity.client
         identity.check(int(self._wall()))
         state: Path = config.state
-        if self._new_journal:
+        if self._new_journal or not ((identity.folder / HEAD).exists() or (state / JOURNAL).exists()):
+            state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sums = ClientJournal.new(state / SUMS)
+            stack.callback(sums.close)
             journal = DeviceJournal.new(state, identity.folder)
             stack.callback(journal.close)
-            sums = ClientJournal.new(state / SUMS)
         else:
-            fresh = not (identity.folder / HEAD).exists()
             journal = DeviceJournal.open(state, identity.folder)
             stack.callback(journal.close)
-            sums = ClientJournal.new(state / SUMS) if fresh else ClientJournal.open(state / SUMS)
-        stack.callback(sums.close)
+            sums = ClientJournal.open(state / SUMS)
+            stack.callback(sums.close)
         worker, masker = Worker("training"), Worker("secure sum")
         self._workers = (worker, masker)
         stack.push_async_callback(_stopped, worker, masker)
@@ -204,12 +206,11 @@ class Device:
         await asyncio.gather(self._transport.close(), _stopped(*self._workers))
 
     def _tell(self, notice: Notice) -> None:
-        """Tell people; training tells from a thread of its own."""
+        """Tell people, and with `once` end when the run is over."""
         self.report.note(notice)
         for listener in self._listeners:
             listener(notice)
-        over = isinstance(notice, Delivered) and self._once
-        if over:
+        if self._once and isinstance(notice, Delivered):
             self.close()
 
     # --- what happens -----------------------------------------------------------------------------
@@ -398,12 +399,22 @@ def _loaded(config: ClientConfig) -> Dataset:
 
 
 def _same(before: pb.Task, task: pb.Task) -> bool:
-    """Whether a task came again; only the time that is left differs."""
+    """Whether a task came again; the time that is left differs, and which server signs for a secure sum."""
     first, second = pb.Task(), pb.Task()
     first.CopyFrom(before)
     second.CopyFrom(task)
-    first.remaining_ms = second.remaining_ms = 0
+    for each in (first, second):
+        each.remaining_ms = 0
+        each.secure_sum = _unsigned(each.secure_sum)
     return first == second
+
+
+def _unsigned(data: bytes) -> bytes:
+    """What an envelope says; other bytes as they are."""
+    try:
+        return Envelope.decode(data, envelope_limit(None)).signed if data else data
+    except SecureSumError:
+        return data
 
 
 async def _until(event: asyncio.Event) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -307,8 +307,8 @@ class Job:
         kept = state if algorithm.stateful else None
         return Result(update, new, len(train), time.perf_counter() - began, kept)
 
-    def payload(self, result: Result) -> bytes:
-        """The payload UPDATE.
+    def payload(self, result: Result) -> Iterator[bytes]:
+        """The payload UPDATE, in parts.
 
         Raises:
             ConfigError: a term of a wider dtype than travels.
@@ -326,7 +326,7 @@ class Job:
                     who=f"algorithm {self.algorithm.name}",
                 )
             tensors[entry.name] = values.detach().to(entry.dtype)
-        return b"".join(write_tensors(tensors, schema, roles, more))
+        return write_tensors(tensors, schema, roles, more)
 
     def packed(
         self, result: Result
@@ -361,13 +361,13 @@ class Job:
         found = {name: value for name, value in metrics.result().items() if math.isfinite(value)}
         return metrics.count, found
 
-    def personal(self, message: Message) -> bytes | None:
-        """The model of this device alone, where it has one, as the payload MODEL would be."""
+    def personal(self, message: Message) -> Iterator[bytes] | None:
+        """The model of this device alone, where it has one, as the payload MODEL would be, in parts."""
         if type(self.algorithm).personal is Algorithm.personal:
             return None
         vector, buffers = self._personal(message)
         tensors = self.program.unflatten(vector) | buffers
-        return b"".join(write_tensors(tensors, self.program.schema, MODEL_ROLES))
+        return write_tensors(tensors, self.program.schema, MODEL_ROLES)
 
     def _personal(self, message: Message) -> tuple[Tensor, Tensors]:
         state = self._store.get(self.client, message.round + 1) if self.algorithm.stateful else None

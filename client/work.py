@@ -18,6 +18,7 @@ from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.frames import MAX_CHUNK
 from mycelia.aggregator.wire.metrics import MetricsReport
 from mycelia.aggregator.wire.offers import Payload
+from mycelia.aggregator.wire.payload import BLOCK_BYTES
 from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.problems import Problem, Reason
 from mycelia.aggregator.wire.settings import TaskSettings, rounding_stream, sent_sha256, task_sha256
@@ -292,8 +293,11 @@ class Training(_Round):
     async def _keep(self, job: Job, result: Result) -> tuple[Trained, Payload]:
         desk = self.desk
         await desk.worker.run(partial(job.remember, self.at.round, result))
-        data = await desk.worker.run(partial(job.payload, result))
-        payload = Payload(data)
+
+        def write() -> Payload:
+            return desk.write(self.at, job.payload(result))
+
+        payload = await desk.worker.run(write)
         metrics = {name: result.number(name) for name in ("loss_sum", "examples", "steps")}
         trained = Trained(
             self.at.round, work_sha256(self.task), payload.sha256, result.weights, metrics,
@@ -301,7 +305,8 @@ class Training(_Round):
         )  # fmt: skip
         self._spend()
         desk.journal.sent(self.at, payload.size, desk.today)
-        return trained, await desk.worker.run(partial(desk.keep, self.at, data, trained))
+        desk.journal.keep(self.at, trained)
+        return trained, payload
 
     def _signed(self, trained: Trained, payload: Payload) -> pb.Offer:
         header = UpdateHeader(
@@ -492,7 +497,9 @@ class Deliver(Work):
         offer, sink = self._payloads[pb.MODEL][1].result()
         try:
             out.mkdir(parents=True, exist_ok=True)
-            write_whole(out / MODEL_FILE, bytes(mapped(sink, offer.size)), mode=0o644)
+            with memoryview(mapped(sink, offer.size)) as whole:
+                parts = (whole[start : start + BLOCK_BYTES] for start in range(0, len(whole), BLOCK_BYTES))
+                write_whole(out / MODEL_FILE, parts, mode=0o644)
             own = job.personal(message)
             if own is None:
                 return out / MODEL_FILE, None

@@ -11,14 +11,17 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-__all__ = ["Stopped", "Token", "Worker"]
+__all__ = ["Stopped", "Token", "Worker", "looked_at"]
 
 _T = TypeVar("_T")
 _LATEST_S: Final = 3.0
 
 
-class Stopped(Exception):
-    """The device is told to end, or nobody wants the work any more; it ends between two steps."""
+class Stopped(BaseException):
+    """The device is told to end, or nobody wants the work any more; it ends between two steps.
+
+    It is no error of whatever was running, and passes by those who look for one.
+    """
 
 
 class Token:
@@ -65,7 +68,7 @@ class Worker:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
-        future.add_done_callback(_looked_at)
+        future.add_done_callback(looked_at)
 
         def settle(error: BaseException | None, value: Any) -> None:
             if future.done():
@@ -100,6 +103,8 @@ class Worker:
 
     async def stop(self) -> None:
         """End the job between two steps, and wait for that, but not longer than a device may take to end."""
+        if self._stopping.is_set():  # it was waited for
+            return
         self._stopping.set()
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join, _LATEST_S)
@@ -110,7 +115,7 @@ class Worker:
             job()
 
 
-def _looked_at(future: asyncio.Future[Any]) -> None:
+def looked_at(future: asyncio.Future[Any]) -> None:
     """An error that nobody waits for any more is none to complain about."""
     if not future.cancelled():
         future.exception()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = ["hold", "sync_folder", "write_whole"]
 
 
-def write_whole(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+def write_whole(path: Path, content: bytes | Iterable[bytes | memoryview], *, mode: int = 0o600) -> None:
     """Write a file under its name only once all of it is on the disk; one that is there is replaced.
 
     Args:
         path: in a folder that exists.
-        content: all of it.
+        content: all of it, in one piece or in several.
         mode: who may read and write it; the default is its owner alone.
 
     Raises:
@@ -25,7 +26,7 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o600) -> None:
         with os.fdopen(descriptor, "wb") as file:
             if os.name == "posix":
                 os.fchmod(descriptor, mode)
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(descriptor)
         os.replace(temporary, path)

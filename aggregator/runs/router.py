@@ -32,15 +32,18 @@ class Router:
     Attributes:
         runs: by name; a run is there before its first task.
         service: set before the first stream.
+        refusal: why this server works with no device now; None if it does.
     """
 
     def __init__(self, floor: Floor, board: Board, renew: Renewal) -> None:
         self._floor, self._board, self._renew = floor, board, renew
         self.runs: dict[str, FederatedRun] = {}
         self.service: Service
+        self.refusal: Callable[[], Problem | None] = lambda: None
 
     async def held(self, client: int) -> Iterable[pb.Held]:
         """See `Handler.held`."""
+        self._check()
         return [held for run in self.runs.values() for held in run.held(client)]
 
     async def connected(self, client: int, entry: ClientEntry) -> None:
@@ -53,14 +56,20 @@ class Router:
 
     async def frame(self, client: int, frame: pb.ClientFrame) -> None:
         """See `Handler.frame`."""
+        self._check()
         body = frame.WhichOneof("body") or ""
         if body == "renew":
             await self._renewed(client, frame.renew)
+            return
+        if body == "ask":
+            for run in self.runs.values():
+                run.describe(client)
             return
         self._run(getattr(frame, body).at.run, client).frame(client, frame)
 
     async def offered(self, client: int, offer: pb.Offer) -> None:
         """See `Handler.offered`."""
+        self._check()
         self._run(offer.at.run, client).offered(client, offer)
 
     async def payload(self, client: int, payload: Spooled) -> None:
@@ -75,6 +84,8 @@ class Router:
 
     async def lost(self, client: int, problem: Problem | None) -> None:
         """See `Handler.lost`."""
+        if problem is not None and problem.reason is Reason.NOT_LEADER and client not in self._floor.here:
+            return  # it was not let in
         self._floor.left(client)
         self._board.disconnected(client, problem)
         if problem is None:
@@ -88,6 +99,11 @@ class Router:
 
     async def _renewed(self, client: int, asked: pb.Renew) -> None:
         self.service.push(client, pb.ServerFrame(renewed=await self._renew(client, asked)))
+
+    def _check(self) -> None:
+        problem = self.refusal()
+        if problem is not None:
+            raise problem
 
     def _run(self, name: str, client: int) -> FederatedRun:
         run = self.runs.get(name)

@@ -26,6 +26,7 @@ from mycelia.aggregator.runs.gathering import Failure, Gathered, Gathering, Stop
 from mycelia.aggregator.runs.plain import PlainRound, restored_sum
 from mycelia.aggregator.runs.privacy import ServerPrivacy
 from mycelia.aggregator.runs.secure import SecureRound
+from mycelia.aggregator.runs.session_config import phase_seconds, session_config
 from mycelia.aggregator.runs.state import (
     Counters,
     Current,
@@ -49,7 +50,8 @@ from mycelia.engine.errors import BudgetExceeded, RoundAborted
 from mycelia.engine.evaluation import measure
 from mycelia.engine.run import Run as Folder
 from mycelia.engine.sums import ExactSum
-from mycelia.privacy.secagg.keys import Identity
+from mycelia.privacy.secagg.keys import Identity, sign
+from mycelia.privacy.secagg.messages import SERVER, Config
 
 __all__ = ["FederatedRun", "RunResult"]
 
@@ -158,6 +160,26 @@ class FederatedRun:
         revoked = problem is not None and problem.reason in (Reason.REVOKED, Reason.NOT_ENROLLED)
         if revoked and problem is not None and self._gathering is not None:
             self._gathering.gone(client, problem)
+
+    def describe(self, client: int) -> None:
+        """Tell a device what this run would ask of it."""
+        secure = self._plan.secure
+        task = pb.Task(
+            at=Position(self.context.name, self._number, 0).to_wire(),
+            work=pb.DESCRIBE,
+            purpose=self._plan.purpose,
+            algorithm=self._plan.config.algorithm.name,
+            settings=self._plan.task_settings,
+            schema_sha256=bytes.fromhex(self._plan.program.schema.sha256),
+            model_sha256=self.current.model_sha256,
+        )
+        if secure is not None:
+            seconds = phase_seconds(self.context.deadlines)
+            roster = self.context.service.roster.sha256
+            config = session_config(secure, task, roster, secure.config.n_max, seconds)
+            signed = sign(Config(config), config.session_id, SERVER, self._identity)
+            task.secure_sum = signed.encode()
+        self.context.service.push(client, pb.ServerFrame(task=task))
 
     def stop(self) -> None:
         """Come to an end: what is durable stays, the rest is asked for again."""

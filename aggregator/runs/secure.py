@@ -10,12 +10,10 @@ An attempt that fails for its devices is followed by another with those that are
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from itertools import pairwise
 from typing import Final
 
 from mycelia.aggregator.attempts import MAX_ATTEMPTS, RoundAttempts, Suspects
@@ -25,6 +23,7 @@ from mycelia.aggregator.recovery import HEARTBEATS, Recovery
 from mycelia.aggregator.round_log import INLINE_BYTES
 from mycelia.aggregator.runs.context import Context, Stopped
 from mycelia.aggregator.runs.gathering import Failure, Gathered, Gathering
+from mycelia.aggregator.runs.session_config import phase_seconds, session_config
 from mycelia.aggregator.runs.state import Current
 from mycelia.aggregator.runs.tasks import Assignment, envelope_frame, off_loop
 from mycelia.aggregator.secagg import SecureSumServer, ServerResult
@@ -35,13 +34,11 @@ from mycelia.aggregator.wire.frames import Problem, Reason
 from mycelia.aggregator.wire.offers import Payload
 from mycelia.aggregator.wire.payload import check_masked_size
 from mycelia.aggregator.wire.position import Position
-from mycelia.aggregator.wire.settings import sent_sha256, task_sha256
 from mycelia.engine import events
 from mycelia.engine.errors import BudgetExceeded, MyceliaError
 from mycelia.privacy.secagg import keys
 from mycelia.privacy.secagg.canonical import PHASES, SecureSumError
 from mycelia.privacy.secagg.canonical import Reason as SumReason
-from mycelia.privacy.secagg.config import DeadlinesConfig
 from mycelia.privacy.secagg.events import (
     CHUNK_BYTES,
     Abort,
@@ -64,7 +61,6 @@ from mycelia.privacy.secagg.events import (
 from mycelia.privacy.secagg.keys import Identity
 from mycelia.privacy.secagg.messages import SERVER, Config
 from mycelia.privacy.secagg.messages import Abort as AbortMessage
-from mycelia.privacy.secagg.round_config import RoundConfig
 
 __all__ = ["SecureRound"]
 
@@ -105,9 +101,7 @@ class SecureRound(Gathering):
         self._plan: SecurePlan = plan
         self._opened, self._current, self._message = opened, current, message
         self._identity, self._suspects, self._k, self._charge = identity, suspects, k, charge
-        d = context.deadlines
-        ends = (d.select, d.advertise, d.configure, d.train, d.agree, d.unmask)
-        self._seconds = tuple(end - start for start, end in pairwise(ends))
+        self._seconds = phase_seconds(context.deadlines)
         self._attempts: RoundAttempts
         self._now = self.at  # position of the attempt
         self._assignment: Assignment
@@ -299,22 +293,8 @@ class SecureRound(Gathering):
         return max(now + self._least, min(due, now + whole)) - whole
 
     def _made(self, seconds: Sequence[float]) -> SecureSumServer:
-        names = dict(zip(PHASES, (max(0.001, each) for each in seconds), strict=True))
-        settings = self._plan.settings.model_copy(update={"deadlines": DeadlinesConfig(**names)})
-        task, roster = self._assignment.task, self.context.service.roster
-        config: RoundConfig = settings.round_config(
-            job=self.context.name,
-            round=self._now.round,
-            attempt=self._now.attempt,
-            nonce=os.urandom(32),
-            model_sha256=sent_sha256(task),
-            schema_sha256=task.schema_sha256,
-            task_sha256=task_sha256(task),
-            roster_sha256=roster.sha256,
-            size=self._plan.quantise.size,
-            clients=len(self._asked),
-            slots=self._plan.quantise.bounds,
-        )
+        roster = self.context.service.roster
+        config = session_config(self._plan, self._assignment.task, roster.sha256, len(self._asked), seconds)
         return SecureSumServer(
             config, self._plan.quantise.size, self._asked, self._identity, roster,
             unix_time=int(self.context.wall()),

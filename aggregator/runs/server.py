@@ -9,26 +9,28 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mycelia.aggregator.blob_rows import BlobRows
 from mycelia.aggregator.blobs import Blobs
 from mycelia.aggregator.deadlines import SHUTDOWN_S, Deadlines, Waits, derive
 from mycelia.aggregator.enrolled import ROSTERS, keep_roster, newest_roster
 from mycelia.aggregator.identity import ServerKeys, expiries
-from mycelia.aggregator.leases import RENEW_S, Lease, take
+from mycelia.aggregator.leases import LEASES, Lease, Standing
 from mycelia.aggregator.limits import Limits
 from mycelia.aggregator.log_writer import LogWriter
 from mycelia.aggregator.logs import log
 from mycelia.aggregator.notices import listen
-from mycelia.aggregator.round_log import RoundLog, blobs_in_use, has_run
+from mycelia.aggregator.round_log import RoundLog, blobs_in_use, config_of, has_run
 from mycelia.aggregator.runs.context import Context
 from mycelia.aggregator.runs.floor import Floor
 from mycelia.aggregator.runs.gathering import Stopped
+from mycelia.aggregator.runs.leading import Leading, not_leader
 from mycelia.aggregator.runs.plans import RunPlan
 from mycelia.aggregator.runs.privacy import ServerPrivacy
 from mycelia.aggregator.runs.router import Renewal, Router
 from mycelia.aggregator.runs.run import FederatedRun, RunResult
+from mycelia.aggregator.server_config import run_settings
 from mycelia.aggregator.service import Service
 from mycelia.aggregator.spool import Spool
 from mycelia.aggregator.status.board import Board
@@ -43,6 +45,8 @@ from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.engine.events import Listener
 from mycelia.engine.run import Run as Folder
 from mycelia.engine.run import is_run
+from mycelia.privacy.secagg.canonical import SecureSumError
+from mycelia.privacy.secagg.roster import Roster
 
 __all__ = ["Places", "Server", "Work"]
 
@@ -129,7 +133,7 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._doing: set[asyncio.Task[None]] = set()
         self._ending = False
-        self._leases: dict[str, Lease] = {}
+        self._leading: Leading
         self._store: Store
         self._spool: Spool
         self._blobs: Blobs | BlobRows
@@ -163,9 +167,11 @@ class Server:
             secure_sum=secure, wall=self.wall, random=Random(),
         )  # fmt: skip
         self._router.service = self.service
+        self._leading = Leading(self._store, names, self.keys.name, self._wait)
+        if self._store.shared:
+            self._router.refusal = self._refusal
         port = await self.service.start(listen_on)
         self._show_expiries()
-        self._keep(self._renew_leases())
         self._keep(self._show_traffic())
         if self._store.shared:
             self._keep(self._hear())
@@ -173,7 +179,7 @@ class Server:
         return port
 
     async def run(self) -> dict[str, RunResult]:
-        """Do all runs to their end.
+        """Do all runs to their end, as soon and as long as this server leads.
 
         Returns:
             results by name, of the runs that have one.
@@ -182,12 +188,10 @@ class Server:
             Stopped: the server is to end.
             MyceliaError: a run has failed for good; the others were finished first.
         """
-        self._doing = {asyncio.create_task(self._do(work)) for work in self.works}
-        found = await asyncio.gather(*self._doing, return_exceptions=True)
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-        return self.results
+        while True:
+            await self._leading.take()
+            if await self._term():
+                return self.results
 
     async def stop(self, delay_s: float = 1.0) -> None:
         """End: runs come to rest, devices are told when to come again, files are closed.
@@ -202,12 +206,17 @@ class Server:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._doing, return_exceptions=True)
         with suppress(AttributeError):
+            await self._leading.give_back()  # the next one leads when devices come to it
+            self._leading.close()
+        with suppress(AttributeError):
             await self.service.drain(delay_s)
         await asyncio.to_thread(self._close)
 
     def halt(self) -> None:
         """Runs come to rest; `run` then raises `Stopped`."""
         self._ending = True
+        with suppress(AttributeError):
+            self._leading.end()
         for run in self._router.runs.values():
             run.stop()
 
@@ -254,9 +263,8 @@ class Server:
             quota = places.spool_max or _MODELS * max(self._model_bytes()) + _BESIDE
             self._spool = Spool(places.own / _SPOOL, quota=quota, stall_s=stall_s, most=places.max_payload)
             if self._store.shared:
-                newest = newest_roster(self._store)
-                if newest is not None:
-                    self.roster = newest[1]
+                self._share_roster()
+                self._check_settings()
             self._sweep()
         except BaseException:
             self._store.close()
@@ -268,9 +276,6 @@ class Server:
         self._blobs.sweep(blobs_in_use(self._store, self._blobs), grace_s=grace_s)
 
     def _close(self) -> None:
-        for lease in self._leases.values():
-            with suppress(Problem):
-                lease.release()
         with suppress(AttributeError):
             self._spool.close()
         with suppress(AttributeError):
@@ -286,29 +291,113 @@ class Server:
             raise TypeError("no coroutine")
         self._tasks.add(asyncio.create_task(work))
 
+    # --- leading ----------------------------------------------------------------------------------
+
+    async def _term(self) -> bool:
+        """Lead the runs: to their end, or until another server does.
+
+        Returns:
+            whether they are over.
+
+        Raises:
+            Stopped: the server is to end.
+            MyceliaError: a run has failed for good; the others were finished first.
+        """
+        left = [work for work in self.works if work.plan.name not in self.results]
+        self._doing = {asyncio.create_task(self._do(work)) for work in left}
+        everything = asyncio.gather(*self._doing, return_exceptions=True)
+        keeper = asyncio.create_task(self._leading.keep())
+        try:
+            both: set[asyncio.Future[Any]] = {everything, keeper}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self._ending or (everything.done() and not any(map(_is_lost, everything.result()))):
+                for each in await everything:
+                    if isinstance(each, BaseException):
+                        raise each
+                return True
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        log("lead_lost", level="warning", hint="this server stops writing, and waits until it leads again")
+        await self._rest()
+        return False
+
+    async def _rest(self) -> None:
+        """After the lead was lost: nothing goes on, and nobody is served."""
+        for run in self._router.runs.values():
+            run.stop()
+        for client in self.service.connected:
+            self.service.end(client, not_leader(""))
+        if self._doing:
+            await asyncio.wait(self._doing, timeout=SHUTDOWN_S / 2)
+        for task in self._doing:
+            task.cancel()
+        for each in await asyncio.gather(*self._doing, return_exceptions=True):
+            if isinstance(each, Exception) and not isinstance(each, Stopped) and not _is_lost(each):
+                log("run_stopped", level="warning", hint=str(each))
+        self._doing = set()
+        for work in self.works:
+            self.floor.free_all(work.plan.name)
+            await self.service.restart(work.plan.name)
+
+    def _refusal(self) -> Problem | None:
+        """Why no device may stay; the others of a store tell devices to look for the one that leads."""
+        return None if self._leading.leads else not_leader(self._leading.holder)
+
+    def _wait(self, run: str, stands: Standing) -> None:
+        """Another server leads."""
+        for work in self.works:
+            if work.plan.name not in self.results:
+                self._show_run(work.plan)
+                self.board.phase(work.plan.name, 0, 0, "waiting", None)
+        hint = f"{stands.holder} leads, for another {stands.left:.1f} s unless it says so again"
+        log("standby", run=run, hint=hint)
+
+    def _show_run(self, plan: RunPlan) -> None:
+        self.board.run_started(
+            plan.name, purpose=plan.purpose, algorithm=plan.algorithm.name,
+            model=plan.config.model.name, rounds=plan.config.rounds, cohort=plan.config.cohort,
+            secure=plan.secure is not None,
+            privacy_unit="" if plan.config.privacy is None else plan.config.privacy.unit,
+        )  # fmt: skip
+
+    def _share_roster(self) -> None:
+        """The newest of what the operator signed: in this server's file, or in the store."""
+        now = int(self.wall())
+        mine = Roster.load(self.roster, self.keys.operator.key, now=now, least_epoch=1)
+        newest = newest_roster(self._store)
+        if newest is None or newest[0] < mine.epoch:
+            keep_roster(self._store, mine.epoch, self.roster)
+        else:
+            self.roster = newest[1]
+
+    def _check_settings(self) -> None:
+        """Servers that share a run have the same settings of it."""
+        for work in self.works:
+            known = config_of(self._store, work.plan.name)
+            if known is not None and known != run_settings(work.plan.config):
+                raise _other_settings(work.plan.name)
+
+    # --- a run ------------------------------------------------------------------------------------
+
     async def _do(self, work: Work) -> None:
         """One run, led by this server."""
         plan = work.plan
         run: FederatedRun | None = None
         try:
-            lease = await self._lead(plan.name)
-            run = await asyncio.to_thread(self._made, work, lease)
-            if self._ending:
+            run = await asyncio.to_thread(self._made, work, self._leading.leases[plan.name])
+            if self._ending or not self._leading.leads:
                 raise Stopped
             self._router.runs[plan.name] = run
             self._known_devices(run)
-            self.board.run_started(
-                plan.name, purpose=plan.purpose, algorithm=plan.algorithm.name,
-                model=plan.config.model.name, rounds=plan.config.rounds, cohort=plan.config.cohort,
-                secure=plan.secure is not None,
-                privacy_unit="" if plan.config.privacy is None else plan.config.privacy.unit,
-            )  # fmt: skip
+            self._show_run(plan)
             self.results[plan.name] = await run.go()
         except Stopped:
             raise
         except MyceliaError as error:
-            self.board.stopped(plan.name, str(error))
-            log("run_stopped", level="error", run=plan.name, hint=error.found)
+            if not _is_lost(error):
+                self.board.stopped(plan.name, str(error))
+                log("run_stopped", level="error", run=plan.name, hint=error.found)
             raise
         finally:
             self._router.runs.pop(plan.name, None)
@@ -322,32 +411,13 @@ class Server:
             run.connected(client, entry.identity_key, entry.name)
         self.floor.stir()
 
-    async def _lead(self, name: str) -> Lease:
-        """The lead of a run, as soon as it is free."""
-        while True:
-            lease = await asyncio.to_thread(take, self._store, name, self.keys.name)
-            if lease is not None:
-                self._leases[name] = lease
-                return lease
-            raise ConfigError(
-                f"another server leads {name}",
-                rule="a run has one leader",
-                fix="wait until its lease is over, or give this run another name",
-                who="run.name",
-            )
-
     def _made(self, work: Work, lease: Lease) -> FederatedRun:
         plan = work.plan
-        settings = to_toml(plan.config).encode()
+        settings = run_settings(plan.config)
         if has_run(self._store, plan.name):
             round_log = RoundLog.open(lease, self._blobs)
             if round_log.config != settings:
-                raise ConfigError(
-                    f"the settings of the run {plan.name!r} are not those it began with",
-                    rule="a run keeps its settings, so that its record stays true",
-                    fix="put them back, or give the run another name",
-                    who="run.name",
-                )
+                raise _other_settings(plan.name)
         else:
             round_log = RoundLog.create(lease, self._blobs, settings)
         stopping = asyncio.Event()
@@ -410,20 +480,6 @@ class Server:
         found = expiries(self.service.roster, self.keys.operator)
         self.board.expiries([(f"{each.kind} {each.name}".strip(), each.not_after) for each in found])
 
-    async def _renew_leases(self) -> None:
-        never = asyncio.Event()
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RENEW_S):
-                    await never.wait()
-            for name, lease in list(self._leases.items()):
-                try:
-                    await asyncio.to_thread(lease.renew)
-                except Problem as problem:
-                    log("lease", level="error", run=name, reason=problem.reason.value, hint=problem.hint)
-                    if problem.reason is Reason.NOT_LEADER and name in self._router.runs:
-                        self._router.runs[name].stop()
-
     async def _sweep_often(self) -> None:
         """Where servers share blobs, nobody may remove one at once."""
         never = asyncio.Event()
@@ -447,9 +503,31 @@ class Server:
             self.board.spool(self._spool.pool_used + self._spool.disk_used, self._spool.waiting)
 
     async def _hear(self) -> None:
-        """Other servers of the same store have a newer roster."""
-        async for _ in listen(self._store, [ROSTERS]):
-            newest = await asyncio.to_thread(newest_roster, self._store)
-            if newest is not None and newest[0] > self.service.roster.epoch:
-                self.service.renew_roster(newest[1])
-                self._show_expiries()
+        """Other servers of the same store have a newer roster, or give the lead back."""
+        async for notice in listen(self._store, [ROSTERS, LEASES]):
+            if notice.channel in (LEASES, ""):
+                self._leading.freed(notice.payload)
+            if notice.channel == LEASES:
+                continue
+            try:
+                newest = await asyncio.to_thread(newest_roster, self._store)
+                if newest is not None and newest[0] > self.service.roster.epoch:
+                    self.service.renew_roster(newest[1])
+                    self._show_expiries()
+            except Problem as problem:  # the next connection looks again
+                self._store_away(problem)
+            except SecureSumError as error:
+                log("roster_refused", level="error", hint=str(error))
+
+
+def _is_lost(error: object) -> bool:
+    return isinstance(error, Problem) and error.reason is Reason.NOT_LEADER
+
+
+def _other_settings(run: str) -> ConfigError:
+    return ConfigError(
+        f"the settings of the run {run!r} are not those it began with",
+        rule="a run keeps its settings, so that its record stays true, and all its servers have the same",
+        fix="put them back, or give the run another name",
+        who="run.name",
+    )

@@ -13,6 +13,7 @@ class Work(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRAIN: _ClassVar[Work]
     EVALUATE: _ClassVar[Work]
     DELIVER: _ClassVar[Work]
+    DESCRIBE: _ClassVar[Work]
 
 class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -28,6 +29,7 @@ WORK_UNSPECIFIED: Work
 TRAIN: Work
 EVALUATE: Work
 DELIVER: Work
+DESCRIBE: Work
 KIND_UNSPECIFIED: Kind
 MODEL: Kind
 MESSAGE: Kind
@@ -38,7 +40,7 @@ ROSTER: Kind
 METRICS: Kind
 
 class ClientFrame(_message.Message):
-    __slots__ = ("seq", "hello", "ready", "offer", "want", "chunk", "secagg", "decline", "pong", "renew", "bye")
+    __slots__ = ("seq", "hello", "ready", "offer", "want", "chunk", "secagg", "decline", "pong", "renew", "bye", "ask")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +52,7 @@ class ClientFrame(_message.Message):
     PONG_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
     seq: int
     hello: Hello
     ready: Ready
@@ -61,7 +64,8 @@ class ClientFrame(_message.Message):
     pong: Pong
     renew: Renew
     bye: Bye
-    def __init__(self, seq: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., secagg: _Optional[_Union[SecAgg, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ...) -> None: ...
+    ask: Ask
+    def __init__(self, seq: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., secagg: _Optional[_Union[SecAgg, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ...) -> None: ...
 
 class ServerFrame(_message.Message):
     __slots__ = ("seq", "challenge", "welcome", "task", "offer", "want", "chunk", "secagg", "outcome", "retry_at", "ping", "renewed", "goodbye")
@@ -220,6 +224,10 @@ class Task(_message.Message):
     secure_sum: bytes
     remaining_ms: int
     def __init__(self, at: _Optional[_Union[Position, _Mapping]] = ..., work: _Optional[_Union[Work, str]] = ..., purpose: _Optional[str] = ..., algorithm: _Optional[str] = ..., settings: _Optional[bytes] = ..., schema_sha256: _Optional[bytes] = ..., model_sha256: _Optional[bytes] = ..., message_sha256: _Optional[bytes] = ..., secure_sum: _Optional[bytes] = ..., remaining_ms: _Optional[int] = ...) -> None: ...
+
+class Ask(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("at",)

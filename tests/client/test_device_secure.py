@@ -24,7 +24,7 @@ from mycelia.privacy.secagg.encoding import Encoding
 from mycelia.privacy.secagg.events import Abort, ChunkReceived, Effect, Finish, Received, Send, Tick
 from mycelia.privacy.secagg.round_config import RoundConfig
 from mycelia.simulations.preparation import Prepared, prepare
-from tests.aggregator.connections import run
+from tests.aggregator.connections import Proxy, run
 from tests.client.scripted import RUN, Rig, rig
 from tests.client.small_runs import Side, scenario
 
@@ -69,7 +69,14 @@ class Sum:
             unix_time=int(time.time()),
         )  # fmt: skip
         self.phases: list[str] = []
+        self.last: dict[int, bytes] = {}
         self.before: Callable[[str, int], None] = lambda what, client: None
+
+    def again(self, client: int) -> None:
+        """What a device was sent last; servers send it once more when it is back."""
+        if client in self.last:
+            frame = pb.ServerFrame(secagg=pb.SecAgg(at=self.at.to_wire(), data=self.last[client]))
+            self.server.service.push(client, frame)
 
     async def go(self) -> ServerResult | SecureSumError:
         found = self.carry_out(self.machine.handle(Tick(0.0)))
@@ -96,8 +103,8 @@ class Sum:
                     task = self.server.task(self.at, self.message, secure_sum=data)
                     self.server.ask(to, task, self.message)
                 case Send(to, data):
-                    frame = pb.ServerFrame(secagg=pb.SecAgg(at=self.at.to_wire(), data=data))
-                    self.server.service.push(to, frame)
+                    self.last[to] = data
+                    self.again(to)
                 case Finish(result):
                     found = result
                 case Abort(error):
@@ -148,6 +155,35 @@ def test_a_whole_session_of_three_devices(prepared: Prepared, tmp_path: Path) ->
                 journal = ClientJournal.open(tmp_path / f"state-{client}" / "secure-sum.journal")
                 assert journal.history.rounds == {(RUN, 0)}
                 journal.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("when", ["secagg", "masked"])
+def test_the_line_breaks_in_a_session(when: str, prepared: Prepared, tmp_path: Path) -> None:
+    """The device is back before the phase ends, answers once more, and is in the sum once."""
+
+    async def test() -> None:
+        async with rig(tmp_path, prepared, CLIENTS) as server:
+            proxy = Proxy(server.port)
+            near = f"127.0.0.1:{await proxy.start()}"
+            one = server.config(1, server=[near])
+            async with server.device(1, config=one), server.device(2), server.device(3):
+                total = Sum(server, AT, server.message())
+                cut = []
+
+                def before(what: str, client: int) -> None:
+                    if client == 1 and what == when and not cut:
+                        cut.append(client)
+                        proxy.cut()
+
+                total.before, server.again = before, total.again
+                result = await total.go()
+                assert isinstance(result, ServerResult), result
+                assert cut and result.survivors == CLIENTS
+                whole = expected_total(server, total, tmp_path)
+                assert np.array_equal(whole[len(total.config.slots) :], result.decoded.total)
+            await proxy.close()
 
     run(test())
 

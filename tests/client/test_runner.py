@@ -46,7 +46,7 @@ def test_a_whole_plain_round(prepared: Prepared, tmp_path: Path) -> None:
             header = header_of(server, 1, offer)
             job = Side.of(prepared, 0, tmp_path / "oracle").job
             expected = job.train(message)
-            assert data == job.payload(expected)
+            assert data == b"".join(job.payload(expected))
             assert header.weights == expected.weights
             assert header.metrics == {n: expected.number(n) for n in ("loss_sum", "examples", "steps")}
             assert header.model_sha256 == task.model_sha256

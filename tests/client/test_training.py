@@ -84,7 +84,7 @@ def test_the_bits_are_those_of_the_simulation(run: str, tmp_path: Path) -> None:
                 job = sides[client].job
                 model, more = payloads(message, job)
                 result = job.train(job.message(model, more, round))
-                data = job.payload(result)
+                data = b"".join(job.payload(result))
                 deployed = ExactSum(prepared.form)
                 layout = check_tensors(model, len(model), job.program.schema, MODEL_ROLES)
                 schema, roles, beside = job.entries
@@ -142,7 +142,7 @@ def test_a_round_done_again_is_the_same(tmp_path: Path) -> None:
                 received = job.message(*payloads(message, job), round)
                 result = job.train(received)
                 job.remember(round, result)
-                found.append((again, round, job.payload(result)))
+                found.append((again, round, b"".join(job.payload(result))))
         assert found[0][2] == found[2][2] != found[1][2] == found[3][2]
 
 

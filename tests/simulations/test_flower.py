@@ -235,7 +235,7 @@ def in_process(settings: Scenario, out: Path, app: ClientApp | None = None, **gr
     return SimulationResult(**json.loads(str(context.state.config_records["mycelia-result"]["json"])))
 
 
-@pytest.mark.parametrize("name", ["fedprox", "fedadam", "fednova", "fedbn", "local-only", "centralised"])
+@pytest.mark.parametrize("name", ["fedadam", "fednova", "fedbn", "local-only", "centralised"])
 def test_an_algorithm_ends_with_the_model_of_the_inline_backend(tmp_path: Path, name: str) -> None:
     settings = scenario(**algorithm(name))
     same(in_process(settings, tmp_path / "flower"), simulate(settings, out=tmp_path / "inline"))

@@ -30,6 +30,7 @@ from mycelia.aggregator.wire.updates_form import MODEL_ROLES
 from mycelia.client.identity import DeviceIdentity
 from mycelia.client.transport import Came, Event, Lost, Place, Received, Sent, Transport
 from mycelia.engine.config import load_config
+from mycelia.engine.program import Program
 from mycelia.engine.recipe import Recipe
 from mycelia.engine.schema import model_sha256
 from mycelia.engine.sums import ExactSum, Term, Total, Update
@@ -41,7 +42,19 @@ _Result = TypeVar("_Result")
 PATIENT: Final = Deadlines(0.2, 20.0, 40.0, 80.0, 100.0, 120.0, 140.0, 160.0, WAITS)
 """Long enough for a busy machine: rounds close when all have answered."""
 
-RECIPE: Final = Recipe(
+
+class Built(Recipe):
+    """A recipe that is followed once in a process."""
+
+    def __call__(self) -> Program:
+        found: Program | None = vars(self).get("built")
+        if found is None:
+            found = super().__call__()
+            object.__setattr__(self, "built", found)
+        return found
+
+
+RECIPE: Final = Built(
     "mlp", {"hidden": [4]}, "cross-entropy", (3,), 2, (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
 )
 SECURE: Final = {"secure_sum": {"threat": "passive", "corrupt": 0.0, "dropout": 0.3}}

@@ -69,10 +69,10 @@ def _far(old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             lambda: Habits(header=lambda header: changed(header, client=1)),
             "BAD_PAYLOAD", "client 1", id="another-client",
         ),
-        pytest.param(lambda: Habits(payload=lambda payload: Payload(payload.chunk(0)[:-4])), "SCHEMA", "", id="size"),
+        pytest.param(lambda: Habits(payload=lambda payload: Payload(payload.chunk(0)[:-4])), "BAD_PAYLOAD", "", id="size"),
         pytest.param(
             lambda: Habits(payload=lambda payload: Payload(payload.chunk(0).replace(b"BF", b"FB").replace(b"F32", b"I32"))),
-            "BAD_PAYLOAD", "", id="dtype",
+            "SCHEMA", "", id="dtype",
         ),
     ],
 )  # fmt: skip

@@ -40,6 +40,7 @@ CLIENT = {
     "pong": pb.Pong(nonce=5),
     "renew": pb.Renew(request=b"r", identity_key=HASH, signature=SIGNATURE, proof=SIGNATURE),
     "bye": pb.Bye(reason="stopped"),
+    "ask": pb.Ask(),
 }
 SERVER = {
     "challenge": pb.Challenge(nonce=NONCE, server="agg-1", version_min=1, version_max=1),

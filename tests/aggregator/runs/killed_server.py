@@ -1,0 +1,161 @@
+"""A server in a process of its own, which kills itself beside a record of its log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from mycelia.aggregator.identity import ServerKeys
+from mycelia.aggregator.identity import IDENTITY_KEY, OPERATOR, TLS_CERTIFICATE, TLS_KEY
+from mycelia.aggregator.log_records import Entry, Machine
+from mycelia.aggregator.outcomes import DeviceOutcome
+from mycelia.aggregator.round_log import RoundLog
+from mycelia.aggregator.runs.server import Places, Server, Work
+from mycelia.privacy.secagg.private_keys import identity_pem
+from tests.aggregator.connections import World
+from tests.aggregator.runs.run_world import PATIENT, RECIPE, plan
+
+RECIPE()
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload([__name__])
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When the server kills itself.
+
+    Attributes:
+        kind: of the record, such as "OPEN" or "SA1/U2".
+        nth: of this kind.
+        before: before it is written, else after.
+    """
+
+    kind: str
+    nth: int = 1
+    before: bool = False
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a process is to do.
+
+    Attributes:
+        folder: of its own.
+        port: to listen on.
+        settings: of the run, as `plan` takes them.
+        kill: when it kills itself; None: never.
+        store: address of the database; "" for a file in the folder.
+    """
+
+    folder: Path
+    port: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    kill: Kill | None = None
+    store: str = ""
+
+
+def name_of(entry: Entry) -> str:
+    return f"SA1/{entry.kind}" if isinstance(entry, Machine) else entry.KIND
+
+
+def write_keys(world: World, folder: Path) -> None:
+    """What `mycelia enrol server` writes, and the roster."""
+    folder.mkdir(mode=0o700)
+    keys = world.keys
+    files = {
+        OPERATOR: (keys.operator.pem, 0o644),
+        TLS_KEY: (keys.tls_key_pem, 0o600),
+        IDENTITY_KEY: (identity_pem(keys.identity), 0o600),
+        TLS_CERTIFICATE: (keys.certificate_pem, 0o644),
+        "roster.bin": (world.document(), 0o644),
+    }
+    for name, (content, mode) in files.items():
+        (folder / name).write_bytes(content)
+        (folder / name).chmod(mode)
+
+
+def _imported_once() -> None:
+    """All processes begin as copies of one that has imported this module, and built the model."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[3])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def start(orders: Orders) -> BaseProcess:
+    _imported_once()
+    process = _PROCESSES.Process(target=serve, args=(orders,), daemon=True)
+    process.start()
+    return process
+
+
+async def ended(process: BaseProcess) -> int | None:
+    await asyncio.to_thread(process.join, 40)
+    return process.exitcode
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def serve(orders: Orders) -> None:
+    """In the process."""
+    if orders.kill is not None:
+        RoundLog.append_many = _killing(RoundLog.append_many, orders.kill)  # type: ignore[method-assign]
+    (orders.folder / "result.json").unlink(missing_ok=True)
+    (orders.folder / "result.json").write_text(json.dumps(asyncio.run(_serve(orders))))
+
+
+def _killing(write: Callable[..., tuple[bool, ...]], kill: Kill) -> Any:
+    seen = 0
+
+    def append_many(
+        self: RoundLog, entries: Iterable[Entry], *, settled: Sequence[DeviceOutcome] = ()
+    ) -> tuple[bool, ...]:
+        nonlocal seen
+        given = tuple(entries)
+        mine = sum(name_of(entry) == kill.kind for entry in given)
+        hit = seen < kill.nth <= seen + mine
+        seen += mine
+        if hit:
+            last = [place for place, entry in enumerate(given) if name_of(entry) == kill.kind][-1]
+            given = given[: last + (0 if kill.before else 1)]
+        done = write(self, given, settled=settled) if given else ()
+        if hit:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    return append_many
+
+
+async def _serve(orders: Orders) -> dict[str, Any]:
+    keys = ServerKeys.open(orders.folder / "keys", None)
+    made = plan(**orders.settings)
+    places = Places(
+        orders.store or f"sqlite:///{orders.folder}/mycelia.db", orders.folder / "blobs", orders.folder / "own"
+    )
+    server = Server(
+        keys, (orders.folder / "keys" / "roster.bin").read_bytes(), [Work(made, orders.folder / "run")], places,
+        deadlines=lambda plan: PATIENT,
+    )  # fmt: skip
+    try:
+        await server.start(f"127.0.0.1:{orders.port}")
+        async with asyncio.timeout(35):
+            return (await server.run())["study"].to_json()
+    finally:
+        await server.stop(0.0)
