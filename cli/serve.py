@@ -36,6 +36,9 @@ def command(
     clients: Annotated[
         int, typer.Option("--clients", help="With --demo: how many devices.", min=3, max=20)
     ] = 3,
+    port: Annotated[
+        int, typer.Option("--port", help="With --demo: of the server on this machine.", min=1, max=65535)
+    ] = 8443,
     settings: SettingsOption = None,
     seed: SeedOption = None,
     insecure: Annotated[
@@ -68,7 +71,7 @@ def command(
         )
     overrides = overrides_of(settings, None if demo else seed)
     if demo:
-        path = _demo(clients, seed or 0)
+        path = _demo(clients, seed or 0, port)
         configs = [_unfinished(load_server_config(path, overrides))]
     else:
         configs = [load_server_config(path, overrides) for path in config or []]
@@ -80,11 +83,11 @@ def command(
     return _serve(configs, insecure=insecure, demo=demo, form=form)
 
 
-def _demo(clients: int, seed: int) -> Path:
+def _demo(clients: int, seed: int, port: int) -> Path:
     from mycelia.cli.demo_folder import find_demo, make_demo
 
     before = find_demo(_DEMO)
-    made = make_demo(_DEMO, clients=clients, seed=seed)
+    made = make_demo(_DEMO, clients=clients, seed=seed, port=port)
     if before is None:
         note(f"demo operator and {clients} identities written to {_DEMO}/")
     return made.server

@@ -91,7 +91,7 @@ class Desk:
     masker: Worker
     tell: Callable[[Notice], None]
     wall: Callable[[], float]
-    _jobs: dict[bytes, Job] = field(default_factory=dict)
+    _jobs: dict[bytes, asyncio.Task[Job]] = field(default_factory=dict)
     _training: _Training | None = None
 
     @property
@@ -137,12 +137,16 @@ class Desk:
             MyceliaError: the settings are not for this device's model or data.
         """
         key = sha256(digest("job", task.at.run, task.settings)).digest()
-        job = self._jobs.get(key)
-        if job is None:
-            job = await self.worker.run(partial(self._make, task.at.run, settings))
+        building = self._jobs.get(key)
+        if building is None or _failed(building):
+            making = self.worker.run(partial(self._make, task.at.run, settings))
+            building = asyncio.create_task(making)
+            building.add_done_callback(looked_at)
             while len(self._jobs) >= _JOBS:
                 del self._jobs[next(iter(self._jobs))]
-            self._jobs[key] = job
+            self._jobs[key] = building
+        # A round that does not wait for it leaves it to the next one, or a slow device would never be ready.
+        job = await asyncio.shield(building)
         own = bytes.fromhex(job.program.schema.sha256)
         if own != task.schema_sha256:
             raise Refused("schema", task.schema_sha256.hex(), f"{own.hex()}, of {self.place.model.name}")
@@ -223,7 +227,7 @@ class Desk:
         return self.state / "outgoing" / quote(run, safe="")
 
 
-def _failed(task: asyncio.Task[Result]) -> bool:
+def _failed(task: asyncio.Task[Any]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 

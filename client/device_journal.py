@@ -208,6 +208,11 @@ class DeviceJournal:
         """The highest epoch of a roster that it worked under."""
         return int(self._one("SELECT value FROM meta WHERE name = 'epoch'") or 0)
 
+    @property
+    def used(self) -> bool:
+        """Whether it ever joined anything."""
+        return bool(self._rows("SELECT 1 FROM joined LIMIT 1"))
+
     def highest(self, run: str) -> tuple[int, int] | None:
         """The last (round, attempt) of a run that it joined."""
         rows = self._rows("SELECT round, attempt FROM joined WHERE run = ?", run)

@@ -14,6 +14,7 @@ from mycelia.privacy.secagg.certificates import Certificate, IdentityProblem, Op
 __all__ = ["diagnose"]
 
 _PROBE_S: Final = 5.0
+_DISTURBED: Final = ("ALERT", "MAC", "DECRYPTION", "SIGNATURE")  # whoever says or does that speaks TLS
 _EXPIRED, _NOT_YET, _HOSTNAME, _ADDRESS = 10, 9, 62, 64  # X509_V_ERR_…
 
 
@@ -56,8 +57,8 @@ async def _look(
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
     try:
         certificate = await _handshake(host, port, trusting)
-    except OSError:  # ssl.SSLError is one: it does not speak TLS
-        if insecure:
+    except OSError as error:  # ssl.SSLError is one
+        if insecure or _broke(error):
             return _ended(said, who)
         return TransportError(
             Then.OPERATOR,
@@ -84,6 +85,13 @@ async def _look(
     except OSError:
         pass
     return _ended(said, who)
+
+
+def _broke(error: OSError) -> bool:
+    """Whether the connection ended, or was disturbed: then nothing is known of who is at the other end."""
+    if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return True
+    return any(word in (error.reason or "") for word in _DISTURBED)
 
 
 async def _handshake(host: str, port: int, context: ssl.SSLContext) -> bytes:

@@ -24,7 +24,7 @@ from mycelia.aggregator.wire.problems import Problem, Reason
 from mycelia.aggregator.wire.transfer import Sink
 from mycelia.client.config import ClientConfig
 from mycelia.client.desk import Desk, declined, failed
-from mycelia.client.device_journal import HEAD, JOURNAL, DeviceJournal, JournalError
+from mycelia.client.device_journal import DeviceJournal, JournalError
 from mycelia.client.identity import DeviceIdentity
 from mycelia.client.journal import ClientJournal
 from mycelia.client.notices import (
@@ -163,17 +163,12 @@ class Device:
         self.report.client = identity.client
         identity.check(int(self._wall()))
         state: Path = config.state
-        if self._new_journal or not ((identity.folder / HEAD).exists() or (state / JOURNAL).exists()):
-            state.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sums = ClientJournal.new(state / SUMS)
-            stack.callback(sums.close)
-            journal = DeviceJournal.new(state, identity.folder)
-            stack.callback(journal.close)
-        else:
-            journal = DeviceJournal.open(state, identity.folder)
-            stack.callback(journal.close)
-            sums = ClientJournal.open(state / SUMS)
-            stack.callback(sums.close)
+        make = DeviceJournal.new if self._new_journal else DeviceJournal.open
+        journal = make(state, identity.folder)
+        stack.callback(journal.close)
+        fresh = self._new_journal or not (journal.used or (state / SUMS).exists())
+        sums = ClientJournal.new(state / SUMS) if fresh else ClientJournal.open(state / SUMS)
+        stack.callback(sums.close)
         worker, masker = Worker("training"), Worker("secure sum")
         self._workers = (worker, masker)
         stack.push_async_callback(_stopped, worker, masker)

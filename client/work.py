@@ -334,13 +334,16 @@ class MaskedTraining(_Round):
         desk, task = self.desk, self.task
         self._check()
         desk.check(task, self.settings, config=self.config)
-        job = self.job = await desk.job(task, self.settings)
+        # Keys are settled while the model is built: what it takes is known, but for what a rotation hides.
+        size = self.config.dimension
+        if self.config.rotation:
+            size = _packed_size(await desk.job(task, self.settings))
         self._join()
-        session = self._session = self._open(job)
+        session = self._session = self._open(size)
         for data in self._early:
             session.received(data)
         running = asyncio.create_task(session.run(task.secure_sum))
-        training = asyncio.create_task(self._train(job, session))
+        training = asyncio.create_task(self._train(session, size))
         try:
             await asyncio.wait({running, training}, return_when=asyncio.FIRST_EXCEPTION)
             for each in (training, running):
@@ -381,7 +384,12 @@ class MaskedTraining(_Round):
         else:
             self._session.received(data)
 
-    async def _train(self, job: Job, session: Session) -> None:
+    async def _train(self, session: Session, size: int) -> None:
+        job = self.job = await self.desk.job(self.task, self.settings)
+        if _packed_size(job) != size:
+            raise Refused(
+                "schema", f"a sum of {size} numbers", f"{_packed_size(job)}, of this device's model"
+            )
         result = await self.desk.train(self.task, job, await self._message(job))
         await self.desk.worker.run(partial(job.remember, self.at.round, result))
         vector, weight, slots = job.packed(result)
@@ -403,18 +411,16 @@ class MaskedTraining(_Round):
             said = Mechanism(config.noise.mechanism).name.lower()
             raise Refused("noise", said, "noise in shares" if shares else "none, as the settings say")
 
-    def _open(self, job: Job) -> Session:
+    def _open(self, size: int) -> Session:
         desk, settings, roster = self.desk, self.settings, self.desk.transport.roster
-        if roster is None or job.quantise is None:  # a task comes behind Welcome, and its packing was checked
+        if roster is None:
             raise DataError("a task before its roster", rule="Welcome comes first", who="task")
         kind = "os" if settings.privacy is None else settings.privacy.noise_source
         machine = SecureSumClient(
             desk.client,
             desk.keys.identity,
             roster,
-            SumTask(
-                sent_sha256(self.task), self.task.schema_sha256, task_sha256(self.task), job.quantise.size
-            ),
+            SumTask(sent_sha256(self.task), self.task.schema_sha256, task_sha256(self.task), size),
             unix_time=int(desk.wall()),
             rounding=rounding_stream(settings.seed, self.at.round, desk.client),
             policy=desk.rules.secure_policy(),
@@ -517,9 +523,19 @@ def work_of(desk: Desk, task: pb.Task) -> Work:
     """The work that a task asks for.
 
     Raises:
-        Problem: settings that are none.
+        Problem: work of another kind, or settings that are none.
         SecureSumError: a configuration of a secure sum that is none.
     """
-    if task.work == pb.TRAIN:
-        return MaskedTraining(desk, task) if task.secure_sum else Training(desk, task)
-    return Evaluate(desk, task) if task.work == pb.EVALUATE else Deliver(desk, task)
+    match task.work:
+        case pb.TRAIN:
+            return MaskedTraining(desk, task) if task.secure_sum else Training(desk, task)
+        case pb.EVALUATE:
+            return Evaluate(desk, task)
+        case pb.DELIVER:
+            return Deliver(desk, task)
+    raise Problem(Reason.WRONG_PHASE, "work of another kind", rule="train, evaluate or deliver", who="task")
+
+
+def _packed_size(job: Job) -> int:
+    """Numbers in the vector of an update."""
+    return 0 if job.quantise is None else job.quantise.size

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final, TypeVar
 
+from mycelia.aggregator.deadlines import SHUTDOWN_S
 from mycelia.aggregator.leases import RENEW_S, Lease, Standing, standing, take
 from mycelia.aggregator.logs import log
 from mycelia.aggregator.runs.context import Stopped
@@ -144,9 +145,11 @@ class Leading:
             with suppress(Problem):
                 await self._in_thread(lease.release)
 
-    def close(self) -> None:
-        """Let go of the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    async def close(self) -> None:
+        """Let go of the thread, once it has done what it does; not if the database keeps it waiting."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_S / 4):
+                await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     @property
     def _left(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from mycelia.aggregator.logs import log
@@ -31,6 +32,7 @@ class Router:
 
     Attributes:
         runs: by name; a run is there before its first task.
+        coming: of each run that this server does, set once it knows where it stands; until then devices wait.
         service: set before the first stream.
         refusal: why this server works with no device now; None if it does.
     """
@@ -38,6 +40,7 @@ class Router:
     def __init__(self, floor: Floor, board: Board, renew: Renewal) -> None:
         self._floor, self._board, self._renew = floor, board, renew
         self.runs: dict[str, FederatedRun] = {}
+        self.coming: dict[str, asyncio.Event] = {}
         self.service: Service
         self.refusal: Callable[[], Problem | None] = lambda: None
 
@@ -62,15 +65,15 @@ class Router:
             await self._renewed(client, frame.renew)
             return
         if body == "ask":
-            for run in self.runs.values():
-                run.describe(client)
+            for name in list(self.coming):
+                (await self._run(name, client)).describe(client)
             return
-        self._run(getattr(frame, body).at.run, client).frame(client, frame)
+        (await self._run(getattr(frame, body).at.run, client)).frame(client, frame)
 
     async def offered(self, client: int, offer: pb.Offer) -> None:
         """See `Handler.offered`."""
         self._check()
-        self._run(offer.at.run, client).offered(client, offer)
+        (await self._run(offer.at.run, client)).offered(client, offer)
 
     async def payload(self, client: int, payload: Spooled) -> None:
         """See `Handler.payload`."""
@@ -105,7 +108,10 @@ class Router:
         if problem is not None:
             raise problem
 
-    def _run(self, name: str, client: int) -> FederatedRun:
+    async def _run(self, name: str, client: int) -> FederatedRun:
+        if name in self.coming:
+            await self.coming[name].wait()
+            self._check()
         run = self.runs.get(name)
         if run is None:
             raise Problem(

@@ -111,6 +111,7 @@ class FederatedRun:
     Attributes:
         context: as given.
         current: the newest model.
+        ready: set once it is known where the run stands.
     """
 
     def __init__(self, context: Context, privacy: ServerPrivacy, identity: Identity, folder: Folder) -> None:
@@ -126,6 +127,8 @@ class FederatedRun:
         self._before_s = 0.0
         self._number = 0
         self._metrics: dict[str, float] = {}
+        self._said: dict[int, pb.Outcome] = {}
+        self.ready = asyncio.Event()
         self.current: Current
 
     # --- what devices say -------------------------------------------------------------------------
@@ -137,6 +140,8 @@ class FederatedRun:
     def connected(self, client: int, identity_key: bytes, name: str) -> None:
         """A device is here."""
         self._keys[client], self._names[client] = identity_key, name
+        if client in self._said:  # it may not have heard it
+            self.context.service.push(client, pb.ServerFrame(outcome=self._said[client]))
         if self._gathering is not None:
             self._gathering.connected(client)
 
@@ -217,9 +222,13 @@ class FederatedRun:
                 self._number = recovery.opened.round
             log("round_resumed", run=self.context.name, round=self._number + 1, phase=recovery.action)
             await self._round(recovery)
+            self.ready.set()
+        elif order.opened is not None and not order.failed:
+            await self._tell_again(order.opened.round)
         elif order.opened is not None and order.failed:
             again = await asyncio.to_thread(self._may_try_again)
             self._number = order.opened.round + (0 if again else 1)
+        self.ready.set()
         stopped_by = ""
         while self._number < config.rounds:
             stopped_by = self._privacy.stop(self._number)
@@ -259,6 +268,8 @@ class FederatedRun:
             else:
                 gathering = self._made(opened)
                 self._gathering = gathering
+                self._said.clear()
+                self.ready.set()
                 gathered = await gathering.gather(recovery)
                 await self._merge(opened, gathered, gathering, began)
         except Failure as failure:
@@ -437,10 +448,7 @@ class FederatedRun:
         """A model that was merged before a restart."""
         new = await asyncio.to_thread(load_state, self._plan.program, record, self.context.blobs)
         await self.context.append(Published())
-        known = await asyncio.to_thread(
-            outcomes_of, self.context.lease.store, self.context.name, opened.round
-        )
-        self._tell([each.client for each in known if each.status == "ACCEPTED"], None, None)
+        await self._tell_again(opened.round)
         await self._adopt(new, opened.round, None)
         self.context.board.round_ended(self.context.name, opened.round + 1, result="published")
 
@@ -536,7 +544,13 @@ class FederatedRun:
             else:
                 late = Problem(Reason.LATE, "the round did not wait for it", rule="the round is over")
                 outcome = late.outcome(at)
+            self._said[client] = outcome
             self.context.service.push(client, pb.ServerFrame(outcome=outcome))
+
+    async def _tell_again(self, number: int) -> None:
+        """What became of a published round, to devices that may have been away when it was said."""
+        known = await asyncio.to_thread(outcomes_of, self.context.lease.store, self.context.name, number)
+        self._tell([each.client for each in known if each.status == "ACCEPTED"], None, None)
 
     def _record(
         self,

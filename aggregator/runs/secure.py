@@ -319,10 +319,13 @@ class SecureRound(Gathering):
     # --- events -----------------------------------------------------------------------------------
 
     async def _happen(self, event: object) -> list[Effect]:
-        now = self.context.clock()
+        # phases are timed from the moment they open, so the machine has to know what time it is
+        return [*self._handle(Tick(self.context.clock())), *await self._take_in(event)]
+
+    async def _take_in(self, event: object) -> list[Effect]:
         match event:
             case None:
-                return self._handle(Tick(now))
+                return []
             case (int(client), Spooled() as payload):
                 return await self._take(client, payload)
             case (int(client), Problem() as problem):
@@ -490,12 +493,7 @@ class SecureRound(Gathering):
         return Gathered(result.survivors, None, total, report, attempt=self._now.attempt, secure=event)
 
     def _failure(self, error: SecureSumError) -> Failure:
-        who = (
-            "" if error.owner is None and error.client is None else f" (client {error.owner or error.client})"
-        )
-        found = f"{error.reason}: {error.found.removeprefix(f'{error.reason}: ')}{who}"
-        if error.have is not None and error.need is not None:
-            found += f": {error.have} of {error.need}"
+        found = f"{error.found} ({error.who})" if error.who else error.found
         event = self._event(failed=str(error.reason), attempts=self._attempts.number + 1)
         over = self._released or error.reason in (SumReason.BUDGET, SumReason.CONFIG, SumReason.OVERFLOW)
         return Failure("secure_sum", found, self._outcomes(frozenset(), error), again=not over, secure=event)

@@ -167,6 +167,7 @@ class Server:
             secure_sum=secure, wall=self.wall, random=Random(),
         )  # fmt: skip
         self._router.service = self.service
+        self._router.coming = {name: asyncio.Event() for name in names}
         self._leading = Leading(self._store, names, self.keys.name, self._wait)
         if self._store.shared:
             self._router.refusal = self._refusal
@@ -207,7 +208,7 @@ class Server:
         await asyncio.gather(*self._tasks, *self._doing, return_exceptions=True)
         with suppress(AttributeError):
             await self._leading.give_back()  # the next one leads when devices come to it
-            self._leading.close()
+            await self._leading.close()
         with suppress(AttributeError):
             await self.service.drain(delay_s)
         await asyncio.to_thread(self._close)
@@ -304,6 +305,8 @@ class Server:
             MyceliaError: a run has failed for good; the others were finished first.
         """
         left = [work for work in self.works if work.plan.name not in self.results]
+        for work in left:
+            self._router.coming[work.plan.name].clear()
         self._doing = {asyncio.create_task(self._do(work)) for work in left}
         everything = asyncio.gather(*self._doing, return_exceptions=True)
         keeper = asyncio.create_task(self._leading.keep())
@@ -388,6 +391,7 @@ class Server:
             run = await asyncio.to_thread(self._made, work, self._leading.leases[plan.name])
             if self._ending or not self._leading.leads:
                 raise Stopped
+            run.ready = self._router.coming[plan.name]
             self._router.runs[plan.name] = run
             self._known_devices(run)
             self._show_run(plan)
@@ -401,6 +405,7 @@ class Server:
             raise
         finally:
             self._router.runs.pop(plan.name, None)
+            self._router.coming[plan.name].set()
             if run is not None:
                 run.folder.close()
 

@@ -22,6 +22,7 @@ def third(part: Examples, device: int, most: int) -> tuple[np.ndarray, np.ndarra
 
 
 def main() -> None:
+    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--examples", type=int, default=20_000)
     most = parser.parse_args().examples
@@ -32,7 +33,7 @@ def main() -> None:
         x_test, y_test = third(whole.test, device, most)
         file = FOLDER / f"device-{device + 1}.npz"
         np.savez(file, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
-        print(f"{file.relative_to(FOLDER.parent)}: {len(y_train)} images to train on, {len(y_test)} to test with")
+        print(f"data/{file.name}: {len(y_train)} images to train on, {len(y_test)} to test with")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ for n in 1 2 3; do
 done
 trap 'kill $devices 2> /dev/null || true' EXIT
 
-mycelia serve --config server.toml
+mycelia serve --config server.toml "$@"
 for device in $devices; do
     wait "$device"
 done
-tail -n 1 device-*.log

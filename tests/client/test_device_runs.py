@@ -18,6 +18,7 @@ from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.problems import Problem, Reason
 from mycelia.client import notices
+from mycelia.client.device_journal import DeviceJournal
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.secagg.certificates import DAY, tls_sha256
 from mycelia.privacy.secagg.private_keys import certificate_pem
@@ -200,6 +201,31 @@ def test_it_ends_by_itself_when_the_run_is_over(prepared: Prepared, tmp_path: Pa
             await server.next("ready")
             report = await running
             assert report.delivered[RUN].model == tmp_path / "out-1" / "model.safetensors"
+
+    run(test())
+
+
+def test_work_of_another_kind_is_declined(prepared: Prepared, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with rig(tmp_path, prepared) as server, server.device(1) as (_, running):
+            message = server.message()
+            server.ask(1, server.task(AT, message, pb.DESCRIBE), message)
+            assert (await server.next("decline"))[1].reason.startswith("WRONG_PHASE")
+            assert not running.done()
+
+    run(test())
+
+
+def test_a_journal_that_was_only_looked_at_is_a_new_one(prepared: Prepared, tmp_path: Path) -> None:
+    """Nothing was joined with it, so there is no journal of secure sums to miss."""
+
+    async def test() -> None:
+        async with rig(tmp_path, prepared) as server:
+            config = server.config(1)
+            DeviceJournal.open(config.state, config.identity).close()
+            async with server.device(1):
+                pass
+            assert (config.state / "secure-sum.journal").exists()
 
     run(test())
 

@@ -180,7 +180,8 @@ def test_the_line_breaks_in_a_session(when: str, prepared: Prepared, tmp_path: P
                 total.before, server.again = before, total.again
                 result = await total.go()
                 assert isinstance(result, ServerResult), result
-                assert cut and result.survivors == CLIENTS
+                assert cut
+                assert result.survivors == CLIENTS
                 whole = expected_total(server, total, tmp_path)
                 assert np.array_equal(whole[len(total.config.slots) :], result.decoded.total)
             await proxy.close()
@@ -190,23 +191,27 @@ def test_the_line_breaks_in_a_session(when: str, prepared: Prepared, tmp_path: P
 
 def test_a_second_attempt_is_not_trained_again(prepared: Prepared, tmp_path: Path) -> None:
     async def test() -> None:
-        async with rig(tmp_path, prepared, CLIENTS) as server:
-            async with server.device(1), server.device(2), server.device(3):
-                message = server.message()
-                first = Sum(server, AT, message)
-                first.carry_out(first.machine.handle(Tick(0.0)))
-                for _ in CLIENTS:
-                    await server.next("secagg")  # everybody has advertised; the attempt ends here
-                second = Sum(server, AT._replace(attempt=1), message)
-                result = await second.go()
-                assert isinstance(result, ServerResult), result
-                whole = expected_total(server, second, tmp_path)
-                assert np.array_equal(whole[len(second.config.slots) :], result.decoded.total)
-                for client in CLIENTS:
-                    server.accept(client, second.at)
-                    server.ask(client, server.task(second.at, message, pb.DELIVER), message)
-                for _ in CLIENTS:
-                    await server.next("ready", skip=("secagg",))
+        async with (
+            rig(tmp_path, prepared, CLIENTS) as server,
+            server.device(1),
+            server.device(2),
+            server.device(3),
+        ):
+            message = server.message()
+            first = Sum(server, AT, message)
+            first.carry_out(first.machine.handle(Tick(0.0)))
+            for _ in CLIENTS:
+                await server.next("secagg")  # everybody has advertised; the attempt ends here
+            second = Sum(server, AT._replace(attempt=1), message)
+            result = await second.go()
+            assert isinstance(result, ServerResult), result
+            whole = expected_total(server, second, tmp_path)
+            assert np.array_equal(whole[len(second.config.slots) :], result.decoded.total)
+            for client in CLIENTS:
+                server.accept(client, second.at)
+                server.ask(client, server.task(second.at, message, pb.DELIVER), message)
+            for _ in CLIENTS:
+                await server.next("ready", skip=("secagg",))
 
     run(test())
 
@@ -268,28 +273,32 @@ def test_a_message_above_a_frame_comes_as_a_payload(prepared: Prepared, tmp_path
     """An envelope that is offered is what the machine gets; one that is none ends nothing."""
 
     async def test() -> None:
-        async with rig(tmp_path, prepared, CLIENTS) as server:
-            async with server.device(1), server.device(2), server.device(3) as (device, running):
-                total = Sum(server, AT, server.message())
-                total.carry_out(total.machine.handle(Tick(0.0)))
-                adverts = [await server.next("secagg") for _ in CLIENTS]
-                rolls = [
+        async with (
+            rig(tmp_path, prepared, CLIENTS) as server,
+            server.device(1),
+            server.device(2),
+            server.device(3) as (_device, running),
+        ):
+            total = Sum(server, AT, server.message())
+            total.carry_out(total.machine.handle(Tick(0.0)))
+            adverts = [await server.next("secagg") for _ in CLIENTS]
+            rolls = [
+                effect
+                for client, advert in adverts
+                for effect in total.machine.handle(Received(client, advert.data))
+                if isinstance(effect, Send)
+            ]
+            for roll in rolls:
+                payload = Payload(roll.data)
+                server.service.send_payload(roll.to, payload, payload.offer(pb.ENVELOPE, AT))
+            for _ in CLIENTS:
+                client, shares = await server.next("secagg")
+                assert not [
                     effect
-                    for client, advert in adverts
-                    for effect in total.machine.handle(Received(client, advert.data))
-                    if isinstance(effect, Send)
+                    for effect in total.machine.handle(Received(client, shares.data))
+                    if isinstance(effect, Abort)
                 ]
-                for roll in rolls:
-                    payload = Payload(roll.data)
-                    server.service.send_payload(roll.to, payload, payload.offer(pb.ENVELOPE, AT))
-                for _ in CLIENTS:
-                    client, shares = await server.next("secagg")
-                    assert not [
-                        effect
-                        for effect in total.machine.handle(Received(client, shares.data))
-                        if isinstance(effect, Abort)
-                    ]
-                assert total.machine.phase == "masked"
-                assert not running.done()
+            assert total.machine.phase == "masked"
+            assert not running.done()
 
     run(test())

@@ -114,7 +114,8 @@ def test_policy_cannot_be_loosened_by_server(
                 server.ask(1, server.task(AT, message, **changes), message)
                 _, decline = await server.next("decline")
                 assert (decline.at, decline.field) == (AT.to_wire(), field)
-                assert decline.asked and decline.allowed
+                assert decline.asked
+                assert decline.allowed
                 declined = server.told_people(1, notices.Declined)
                 assert [notice.field for notice in declined] == [field]
                 assert not server.told_people(1, notices.Trained)
@@ -147,7 +148,8 @@ def test_an_error_of_its_own_says_nothing_of_the_data(prepared: Prepared, tmp_pa
             message = server.message()
             server.ask(1, server.task(AT, message), message)
             _, decline = await server.next("decline", skip=("ready",))
-            assert decline.field == "" and decline.reason.startswith("failed: ")
+            assert decline.field == ""
+            assert decline.reason.startswith("failed: ")
             assert "Ada" not in decline.reason
             (notice,) = server.told_people(1, notices.Failed)
             assert "Ada Lovelace" in notice.hint

@@ -183,7 +183,8 @@ class Dummy:
             case Came(frame) if frame.HasField("task"):
                 await self.task(Position.of(frame.task.at), frame.task)
             case Came(frame) if frame.HasField("outcome"):
-                self.outcomes.append(frame.outcome)
+                if frame.outcome not in self.outcomes:  # it is said again to those who come back
+                    self.outcomes.append(frame.outcome)
                 if frame.outcome.reason != "EQUIVOCATION":  # that is about another update
                     self.transport.forget(Position.of(frame.outcome.at))
             case Received(offer, sink) if offer.kind == pb.MODEL:
@@ -210,7 +211,7 @@ class Dummy:
         if self._is_silent(at, task):
             return
         if task.work == pb.TRAIN and self.habits.declines:
-            said = pb.Decline(at=at.to_wire(), field=self.habits.declines, asked="this", allowed="that")
+            said = pb.Decline(at=at.to_wire(), reason="POLICY", field=self.habits.declines, asked="this", allowed="that")
             self.transport.send(pb.ClientFrame(decline=said))
         elif task.work == pb.TRAIN and self.habits.fails:
             self.transport.send(
@@ -227,7 +228,8 @@ class Dummy:
 
     async def model(self, at: Position) -> None:
         task = self.tasks[at]
-        if self._is_silent(at, task) or self.habits.declines or self.habits.fails:
+        refuses = task.work == pb.TRAIN and (self.habits.declines or self.habits.fails)
+        if self._is_silent(at, task) or refuses:
             return
         match task.work:
             case pb.DELIVER:

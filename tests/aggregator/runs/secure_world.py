@@ -79,7 +79,7 @@ class SecureDummy(Dummy):
     async def task(self, at: Position, task: pb.Task) -> None:
         known = at in self.machines
         await super().task(at, task)
-        if task.work != pb.TRAIN or self.habits.declines or self.habits.fails:
+        if task.work != pb.TRAIN or self._is_silent(at, task) or self.habits.declines or self.habits.fails:
             return
         if not known:
             assert self.transport.roster is not None

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import socket
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e.chaos.processes import Processes, started
+from tests.simulations.conftest import captured_once
+
+__all__ = ["captured_once"]
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as both commands do; for the processes that tests start
 
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
     with started() as found:
         yield found
-
-
-def is_free(port: int) -> bool:
-    """Whether nobody listens there."""
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) != 0

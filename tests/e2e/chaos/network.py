@@ -13,7 +13,9 @@ SHARE: Final = 0.3
 _SLOW_S: Final = 0.15
 _FIRST_BYTES: Final = 400  # so that some break in the handshake of TLS
 _MOST_BYTES: Final = 30_000
-_HARMLESS_AFTER: Final = 3
+_APART: Final = 3
+"""Connections between two that change a bit. A device whose connection fails looks what answers there, over
+up to three others; a certificate that is damaged then is a matter for its operator, and not tried again."""
 
 
 class BadNetwork(Proxy):
@@ -33,7 +35,8 @@ class BadNetwork(Proxy):
     def __init__(self, port: int, dice: random.Random) -> None:
         super().__init__(port)
         self._dice, self.bad = dice, True
-        self.broken = self.changed = self.slow = self._in_a_row = 0
+        self.broken = self.changed = self.slow = 0
+        self._may_change = 0  # from this connection on
 
     def _moment(self) -> int:
         return int(self._dice.triangular(_FIRST_BYTES, _MOST_BYTES, _FIRST_BYTES))
@@ -43,7 +46,7 @@ class BadNetwork(Proxy):
         # each direction of a connection for itself
         slow = dice.random() < SHARE
         cut = self._moment() if dice.random() < SHARE / 2 else None
-        flip = self._moment() if dice.random() < SHARE / 2 else None
+        flip = self._moment() if dice.random() < SHARE / 2 and self.connections >= self._may_change else None
         while data := await reader.read(2**14):
             if self.bad and slow:
                 self.slow += 1
@@ -54,6 +57,7 @@ class BadNetwork(Proxy):
                 changed[flip - before] ^= 1 << dice.randrange(8)
                 data = bytes(changed)
                 self.changed += 1
+                self._may_change = self.connections + _APART + 1
             if self.bad and cut is not None and before <= cut < carried:
                 writer.write(data[: cut - before])
                 self.broken += 1

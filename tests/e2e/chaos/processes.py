@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from tests.e2e.chaos.federation import one_thread
 from tests.e2e.chaos.unruly import unruly
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload([__name__])
+_PROCESSES.set_forkserver_preload([__name__, "tests.e2e.chaos.warm"])
 _DIES_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 
 
@@ -121,7 +121,7 @@ def _take_part(toml: Path, log: Path, seed: int | None, once: bool) -> None:
     def listen(notice: Notice) -> None:
         said.append(type(notice).__name__)
         more = f" {notice.at}" if isinstance(notice, Accepted) else ""
-        print(f"{type(notice).__name__}{more}: {notice}"[:400], flush=True)
+        print(f"{time.time() % 1000:.3f} {type(notice).__name__}{more}: {notice}"[:400], flush=True)
 
     device = runner.Device(load_client_config(toml), listeners=[listen], once=once)
     signal.signal(signal.SIGTERM, lambda number, frame: device.close())
@@ -194,14 +194,19 @@ def started() -> Iterator[Processes]:
 
 async def ended(process: BaseProcess | subprocess.Popen[bytes], seconds: float) -> int | None:
     """How it ended; None: it runs."""
-    if isinstance(process, BaseProcess):
-        await asyncio.to_thread(process.join, seconds)
-        return process.exitcode
-    try:
-        return await asyncio.to_thread(process.wait, seconds)
-    except subprocess.TimeoutExpired:
-        return None
+    until = time.monotonic() + seconds
+    while (code := _code(process)) is None and time.monotonic() < until:
+        await asyncio.sleep(0.02)
+    return code
 
 
-def threads() -> int:
-    return threading.active_count()
+async def ready(place: Place, process: BaseProcess | subprocess.Popen[bytes], seconds: float = 60.0) -> None:
+    """The server listens."""
+    async with asyncio.timeout(seconds):
+        while not place.ready.exists():
+            assert _code(process) is None, f"the server ended\n{place.log.read_text()[-4000:]}"
+            await asyncio.sleep(0.02)
+
+
+def _code(process: BaseProcess | subprocess.Popen[bytes]) -> int | None:
+    return process.exitcode if isinstance(process, BaseProcess) else process.poll()

@@ -13,7 +13,7 @@ from typing import Any
 from tests.e2e.chaos import records
 from tests.e2e.chaos.federation import Federation
 from tests.e2e.chaos.network import BadNetwork
-from tests.e2e.chaos.processes import Place, Processes, ended
+from tests.e2e.chaos.processes import Place, Processes, ended, ready
 
 
 @dataclass
@@ -44,7 +44,10 @@ class Chaos:
         folder = self.federation.folder
         self.place = Place(self.federation.server_toml, folder / "server.log")
         self.devices: dict[int, BaseProcess] = {}
-        self.proxy = BadNetwork(self.federation.port, self.dice)
+        self.networks = {
+            client: BadNetwork(self.federation.port, random.Random(f"{self.seed} {client}"))
+            for client in self.federation.clients
+        }
 
     def log(self, client: int) -> Path:
         return self.federation.folder / f"client-{client}.log"
@@ -56,11 +59,13 @@ class Chaos:
 
     async def run(self, seconds: float) -> dict[str, Any]:
         """To its end; what the server says of it."""
-        self.proxy.bad = self.network
-        self.federation.point_at(await self.proxy.start())
+        for client, network in self.networks.items():
+            network.bad = self.network
+            self.federation.point_at(await network.start(), [client])
         try:
+            self.server = self.processes.serve(self.place)
+            await ready(self.place, self.server)  # the first one takes as long as its imports
             async with asyncio.timeout(seconds):
-                self.server = self.processes.serve(self.place)
                 for client in self.federation.clients:
                     self.start_device(client)
                 await self._until_over()
@@ -68,7 +73,8 @@ class Chaos:
         except TimeoutError:
             raise AssertionError(f"{self}: it hangs\n{self.tail()}") from None
         finally:
-            await self.proxy.close()
+            for network in self.networks.values():
+                await network.close()
         found: dict[str, Any] = json.loads(self.place.result.read_text())
         return found
 
@@ -109,7 +115,8 @@ class Chaos:
 
     async def _devices_end(self) -> None:
         """With the run, or when they are told to."""
-        self.proxy.bad = False
+        for network in self.networks.values():
+            network.bad = False
         for client, process in self.devices.items():
             if await ended(process, 0.5) is None:
                 process.terminate()
