@@ -53,6 +53,8 @@ class Store:
         self.shared = lock is None
         # SQLite has one writer at a time; a lock is a fairer queue than its own.
         self._turn: AbstractContextManager[Any] = nullcontext() if self.shared else threading.Lock()
+        self._closed = False
+        event.listen(engine, "checkin", self._given_back)
 
     @classmethod
     def open(cls, url: str, *, migrations: Sequence[Migration] = MIGRATIONS) -> Self:
@@ -119,10 +121,16 @@ class Store:
         return time.time()
 
     def close(self) -> None:
-        """Let go of it; closing twice is harmless."""
+        """Let go of it; closing twice is harmless. Who is using it goes on to the end of the block."""
+        self._closed = True
         self.engine.dispose()
         if self._lock is not None:
             self._lock.close()
+
+    def _given_back(self, connection: Any, _record: object) -> None:
+        """A connection was used to the end; nobody else would close one that comes after `close`."""
+        if self._closed and connection is not None:
+            connection.close()
 
     def _begin(self, migrations: Sequence[Migration]) -> None:
         with self.write() as connection:

@@ -25,8 +25,7 @@ from mycelia.privacy.secagg.roster import Roster
 
 __all__ = ["check_device"]
 
-_CONNECT_S: Final = 30.0
-_QUIET_S: Final = 1.0  # after the last run that was told of
+_PATIENCE_S: Final = 30.0  # for an answer; building a model does not count
 
 
 def check_device(config: ClientConfig, *, insecure: bool = False) -> dict[str, Any]:
@@ -85,32 +84,33 @@ async def _ask(
     transport = Transport(config.server, identity, _no_place, insecure=insecure, secure_sum=wanted)
     roster: Roster | None = None
     schemas: dict[str, str] = {}
+    now = asyncio.get_running_loop().time
     async with transport:
         try:
-            async with asyncio.timeout(_CONNECT_S) as limit:
+            async with asyncio.timeout(_PATIENCE_S) as limit:
                 async for event in transport:
                     match event:
                         case Connected(server, _, known):
                             found["server"], found["roster_epoch"], roster = server, known.epoch, known
                             transport.send(pb.ClientFrame(ask=pb.Ask()))
-                            limit.reschedule(asyncio.get_running_loop().time() + _QUIET_S)
                         case Lost(error):
                             found["problem"] = str(error)
                             return
                         case Came(frame) if frame.HasField("task") and frame.task.work == pb.DESCRIBE:
-                            limit.reschedule(None)  # a model may take long to build
+                            limit.reschedule(None)
                             row = await asyncio.to_thread(
                                 _compared, frame.task, config, rules, dataset, roster, schemas
                             )
                             found["runs"].append(row)
                             if row["refused"]:
                                 found["refused"].append(row["run"])
-                            limit.reschedule(asyncio.get_running_loop().time() + _QUIET_S)
+                            limit.reschedule(now() + _PATIENCE_S)
+                        case Came(frame) if frame.HasField("retry_at"):
+                            return
                         case _:
                             pass
         except TimeoutError:
-            if not found["server"]:
-                found["problem"] = f"no server answered within {_CONNECT_S:g} s"
+            found["problem"] = f"no answer within {_PATIENCE_S:g} s"
 
 
 def _compared(

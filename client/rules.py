@@ -103,7 +103,7 @@ class Rules:
             local_epochs=epochs,
             local_steps=steps,
             upload_bytes=upload_bytes if config is None else config.upload_bytes,
-            trains=task.work == pb.TRAIN,
+            trains=task.work in (pb.TRAIN, pb.DESCRIBE),
         )
         refusal = self.config.policy.refusal(asked, self.now(), self._history(at))
         if refusal is not None:

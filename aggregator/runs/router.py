@@ -67,6 +67,8 @@ class Router:
         if body == "ask":
             for name in list(self.coming):
                 (await self._run(name, client)).describe(client)
+            said = pb.RetryAt(reason=f"{len(self.coming)} runs")  # after the last of them
+            self.service.push(client, pb.ServerFrame(retry_at=said))
             return
         (await self._run(getattr(frame, body).at.run, client)).frame(client, frame)
 

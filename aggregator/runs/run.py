@@ -464,7 +464,7 @@ class FederatedRun:
         """The new model is the run's. The old one's file is let go by whoever reads it last."""
         old, self.current, self._number = self.current, new, number + 1
         self._extra = message_payload(self._plan, self._plan.message(new.state, new.public))
-        await self.context.service.forget(self.context.name, number + 1)
+        await self.context.service.forget(self.context.name, number, self._log.order.attempt + 1)
         spent = [old.model_sha256, old.state_sha256, *(gathering.blobs if gathering else ())]
         await asyncio.to_thread(self.context.discard, spent)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -14,9 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from mycelia.aggregator.identity import ServerKeys
-from mycelia.aggregator.identity import IDENTITY_KEY, OPERATOR, TLS_CERTIFICATE, TLS_KEY
-from mycelia.aggregator.log_records import Entry, Machine
+from mycelia.aggregator.identity import IDENTITY_KEY, OPERATOR, TLS_CERTIFICATE, TLS_KEY, ServerKeys
+from mycelia.aggregator.log_records import Entry, Machine, Published
 from mycelia.aggregator.outcomes import DeviceOutcome
 from mycelia.aggregator.round_log import RoundLog
 from mycelia.aggregator.runs.server import Places, Server, Work
@@ -54,6 +54,7 @@ class Orders:
         settings: of the run, as `plan` takes them.
         kill: when it kills itself; None: never.
         store: address of the database; "" for a file in the folder.
+        watch: write down how much memory it has after each round.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class Orders:
     settings: dict[str, Any] = field(default_factory=dict)
     kill: Kill | None = None
     store: str = ""
+    watch: bool = False
 
 
 def name_of(entry: Entry) -> str:
@@ -103,8 +105,17 @@ def start(orders: Orders) -> BaseProcess:
     return process
 
 
+def do_elsewhere(what: Callable[[], None]) -> None:
+    """Call something that forks, in a process that is safe to fork: this one has threads of gRPC."""
+    _imported_once()
+    process = _PROCESSES.Process(target=what)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
 async def ended(process: BaseProcess) -> int | None:
-    await asyncio.to_thread(process.join, 40)
+    await asyncio.to_thread(process.join, 620)
     return process.exitcode
 
 
@@ -117,6 +128,8 @@ def serve(orders: Orders) -> None:
     """In the process."""
     if orders.kill is not None:
         RoundLog.append_many = _killing(RoundLog.append_many, orders.kill)  # type: ignore[method-assign]
+    if orders.watch:
+        RoundLog.append_many = _watching(RoundLog.append_many, orders.folder / "memory")  # type: ignore[method-assign]
     (orders.folder / "result.json").unlink(missing_ok=True)
     (orders.folder / "result.json").write_text(json.dumps(asyncio.run(_serve(orders))))
 
@@ -143,11 +156,27 @@ def _killing(write: Callable[..., tuple[bool, ...]], kill: Kill) -> Any:
     return append_many
 
 
+def _watching(write: Callable[..., tuple[bool, ...]], path: Path) -> Any:
+    pages, size = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
+
+    def append_many(self: RoundLog, entries: Iterable[Entry], **more: Any) -> tuple[bool, ...]:
+        given = tuple(entries)
+        if any(isinstance(entry, Published) for entry in given):
+            gc.collect()
+            with path.open("a") as file:
+                file.write(f"{int(pages.read_text().split()[1]) * size}\n")
+        return write(self, given, **more)
+
+    return append_many
+
+
 async def _serve(orders: Orders) -> dict[str, Any]:
     keys = ServerKeys.open(orders.folder / "keys", None)
     made = plan(**orders.settings)
     places = Places(
-        orders.store or f"sqlite:///{orders.folder}/mycelia.db", orders.folder / "blobs", orders.folder / "own"
+        orders.store or f"sqlite:///{orders.folder}/mycelia.db",
+        orders.folder / "blobs",
+        orders.folder / "own",
     )
     server = Server(
         keys, (orders.folder / "keys" / "roster.bin").read_bytes(), [Work(made, orders.folder / "run")], places,
@@ -155,7 +184,7 @@ async def _serve(orders: Orders) -> dict[str, Any]:
     )  # fmt: skip
     try:
         await server.start(f"127.0.0.1:{orders.port}")
-        async with asyncio.timeout(35):
+        async with asyncio.timeout(600 if orders.watch else 35):
             return (await server.run())["study"].to_json()
     finally:
         await server.stop(0.0)

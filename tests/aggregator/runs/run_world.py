@@ -77,11 +77,19 @@ def deadlines(**changes: Any) -> Deadlines:
 
 
 def plan(
-    name: str = "study", *, clients: int = 3, recipe: Recipe = RECIPE, largest: int = 10, **settings: Any
+    name: str = "study",
+    *,
+    clients: int = 3,
+    recipe: Recipe = RECIPE,
+    largest: int = 10,
+    hidden: int = 4,
+    **settings: Any,
 ) -> RunPlan:
     """A run of two rounds with all of the clients."""
+    if hidden != 4:
+        recipe = replace(recipe, options={"hidden": [hidden]})
     table: dict[str, Any] = {
-        "model": {"name": "mlp", "hidden": [4]}, "data": "none", "algorithm": "fedavg", "rounds": 2,
+        "model": {"name": "mlp", "hidden": [hidden]}, "data": "none", "algorithm": "fedavg", "rounds": 2,
         "cohort": clients, "round": {"budget_s": 20.0}, "evaluation": {"clients": 0},
     }  # fmt: skip
     if "privacy" not in settings:
@@ -96,11 +104,12 @@ async def serving(
     folder: Path,
     *plans: RunPlan,
     store: str = "",
+    blobs: Path | None = None,
     times: Deadlines = PATIENT,
     listen: str = "127.0.0.1:0",
     **more: Any,
 ) -> AsyncIterator[tuple[Server, int]]:
-    places = Places(store or f"sqlite:///{folder}/mycelia.db", folder / "blobs", folder / "own")
+    places = Places(store or f"sqlite:///{folder}/mycelia.db", blobs or folder / "blobs", folder / "own")
     works = [Work(each, folder / "runs" / each.name) for each in plans]
     server = Server(world.keys, world.document(), works, places, deadlines=lambda plan: times, **more)
     try:
@@ -151,7 +160,11 @@ class Dummy:
     """A device whose update is the model plus its id."""
 
     def __init__(
-        self, port: int, identity: DeviceIdentity, plan: RunPlan | Iterable[RunPlan], habits: Habits | None = None
+        self,
+        port: int,
+        identity: DeviceIdentity,
+        plan: RunPlan | Iterable[RunPlan],
+        habits: Habits | None = None,
     ) -> None:
         plans = [plan] if isinstance(plan, RunPlan) else list(plan)
         self.plans = {each.name: each for each in plans}
@@ -211,7 +224,9 @@ class Dummy:
         if self._is_silent(at, task):
             return
         if task.work == pb.TRAIN and self.habits.declines:
-            said = pb.Decline(at=at.to_wire(), reason="POLICY", field=self.habits.declines, asked="this", allowed="that")
+            said = pb.Decline(
+                at=at.to_wire(), reason="POLICY", field=self.habits.declines, asked="this", allowed="that"
+            )
             self.transport.send(pb.ClientFrame(decline=said))
         elif task.work == pb.TRAIN and self.habits.fails:
             self.transport.send(

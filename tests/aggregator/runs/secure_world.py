@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -85,9 +84,7 @@ class SecureDummy(Dummy):
             assert self.transport.roster is not None
             plan = self.plans[at.run]
             assert plan.secure is not None
-            about = Task(
-                sent_sha256(task), task.schema_sha256, task_sha256(task), plan.secure.quantise.size
-            )
+            about = Task(sent_sha256(task), task.schema_sha256, task_sha256(task), plan.secure.quantise.size)
             self.machines[at] = SecureSumClient(
                 self.client, self.identity.keys[0].identity, self.transport.roster, about,
                 unix_time=int(time.time()),
@@ -100,8 +97,11 @@ class SecureDummy(Dummy):
     async def train(self, at: Position) -> None:
         plan = self.plans[at.run]
         assert plan.secure is not None
-        values = torch.full((plan.program.dimension,), self.client * STEP, dtype=plan.program.flatten(
-            plan.program.init()[0]).dtype)
+        values = torch.full(
+            (plan.program.dimension,),
+            self.client * STEP,
+            dtype=plan.program.flatten(plan.program.init()[0]).dtype,
+        )
         update = Update({"params": Term(values, self.habits.weight)}, {"loss_sum": 1.0, "examples": 1.0})
         packed = plan.secure.quantise.device(update, None)  # type: ignore[arg-type]
         slots = dict(zip(plan.secure.quantise.given, packed.terms[SLOTS].values.tolist(), strict=True))

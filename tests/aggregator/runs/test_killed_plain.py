@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections import Counter
 from pathlib import Path
@@ -63,6 +62,9 @@ def killed(
         return devices
 
     devices = run(go(), 80.0)
+    for each in devices:  # whatever else it was told, first of all that it is in the model
+        first = {outcome.at.round: outcome.reason for outcome in reversed(each.outcomes)}
+        assert set(first.values()) <= {""}, each.reasons()
     return result_of(folder), facts(folder), devices
 
 

@@ -177,13 +177,7 @@ def test_second_other_update_is_equivocation(people: People, tmp_path: Path, acc
             devices = [Dummy(port, identity, made) for identity in people.first(3)]
             devices[2].habits.gate = gate
             one = devices[0]
-            other = Payload(
-                b"".join(
-                    write_tensors(
-                        made.program.init()[0], made.program.schema, MODEL_ROLES
-                    )
-                )
-            )
+            other = Payload(b"".join(write_tensors(made.program.init()[0], made.program.schema, MODEL_ROLES)))
 
             def both(at: Position, payload: Payload, offer: pb.Offer) -> None:
                 if not accepted:
@@ -263,7 +257,9 @@ def test_update_of_a_device_that_was_not_asked_is_refused(people: People, tmp_pa
                         await asyncio.sleep(0.005)
                     at = next(iter(devices[0].tasks))
                     guest.tasks[at] = devices[0].tasks[at]
-                    payload = Payload(b"".join(write_tensors(made.program.init()[0], made.program.schema, MODEL_ROLES)))
+                    payload = Payload(
+                        b"".join(write_tensors(made.program.init()[0], made.program.schema, MODEL_ROLES))
+                    )
                     guest.transport.send_payload(payload, guest.offer(at, payload))
                     while not guest.outcomes:
                         await asyncio.sleep(0.005)

@@ -67,7 +67,8 @@ def a_run(
         ended = Ended()
         async with serving(people.world, folder, made, times=times) as (server, port):
             ended.devices = [
-                Dummy(port, each, made, habits.get(each.client)) for each in people.first(made.population.clients)
+                Dummy(port, each, made, habits.get(each.client))
+                for each in people.first(made.population.clients)
             ]
             async with running(ended.devices):
                 doing = asyncio.create_task(server.run())
@@ -81,7 +82,9 @@ def a_run(
                 except MyceliaError as error:
                     ended.error = error
                 if ended.error is not None:
-                    await until(lambda: all(each.outcomes or habits.get(each.client) for each in ended.devices))
+                    await until(
+                        lambda: all(each.outcomes or habits.get(each.client) for each in ended.devices)
+                    )
             ended.outcomes = outcomes_of(server._store, "study", 0)
             ended.records, ended.model = one._log.entries(), one.current.values_sha256(made.program)
         return ended
@@ -107,7 +110,11 @@ def test_deadline_without_quorum_fails_the_round(people: People, tmp_path: Path)
     assert ended.devices[0].reasons() == ["QUORUM", ""]
     assert "1" in ended.devices[0].outcomes[0].hint
     assert "3" in ended.devices[0].outcomes[0].hint
-    assert ended.told(0) == [(1, "ACCEPTED", "train"), (2, "DROPPED", "configure"), (3, "DROPPED", "configure")]
+    assert ended.told(0) == [
+        (1, "ACCEPTED", "train"),
+        (2, "DROPPED", "configure"),
+        (3, "DROPPED", "configure"),
+    ]
     assert ended.told(1) == [(n, "ACCEPTED", "train") for n in (1, 2, 3)]
     assert ended.result.model_sha256 == expected(made, [(1, 2, 3)])
     assert (ended.result.failed_rounds, ended.result.accepted) == (1, 3)
@@ -218,7 +225,10 @@ def test_failure_policies(people: People, tmp_path: Path, policy: str) -> None:
     rows = {(one.client, one.attempt): one.status for one in ended.outcomes}
     match policy:
         case "retry":
-            assert rows == {(n, 0): "ACCEPTED" for n in drawn[1:]} | {(drawn[0], 0): "DROPPED", (drawn[0], 1): "ACCEPTED"}
+            assert rows == {(n, 0): "ACCEPTED" for n in drawn[1:]} | {
+                (drawn[0], 0): "DROPPED",
+                (drawn[0], 1): "ACCEPTED",
+            }
             assert ended.result.model_sha256 == expected(made, [(1, 2, 3)])
             assert [device.reasons() for device in ended.devices] == [[""]] * 3
         case "replace":

@@ -42,7 +42,9 @@ def secure_plan(clients: int, quorum: float = 0.6, **more: Any) -> RunPlan:
 class Done:
     """A run that is over."""
 
-    def __init__(self, result: RunResult, outcomes: list[list[DeviceOutcome]], devices: list[SecureDummy]) -> None:
+    def __init__(
+        self, result: RunResult, outcomes: list[list[DeviceOutcome]], devices: list[SecureDummy]
+    ) -> None:
         self.result, self.outcomes, self.devices = result, outcomes, devices
         events = Run.open(Path(result.run_dir)).events()
         self.sums = [event for event in events if isinstance(event, SecureSum)]

@@ -21,7 +21,7 @@ class Records:
     """Of one run.
 
     Attributes:
-        survivors: of each round by its number; nobody where it failed for good.
+        survivors: of each round by its number, in the attempt that was published; nobody where none was.
         opened: how often each round was begun.
         failed: attempts at rounds that failed, and why.
         outcomes: of every device that was asked, by round.
@@ -48,16 +48,17 @@ def read(folder: Path) -> Records:
     finally:
         store.close()
     opened: Counter[int] = Counter()
-    failed, published, number = list[str](), set[int](), 0
+    failed, published, number = list[str](), dict[int, int](), 0
+    attempt = 0
     for row in rows:
         if is_machine(row.kind):
             continue
         entry = decode(row.kind, row.body)
         if isinstance(entry, Open):
-            number = entry.round
+            number, attempt = entry.round, entry.attempt
             opened[number] += 1
         elif row.kind == "PUBLISHED":
-            published.add(number)
+            published[number] = attempt
         elif row.kind == "FAILED":
             failed.append(f"round {number}: {entry}")
     found: dict[int, list[DeviceOutcome]] = defaultdict(list)
@@ -66,7 +67,13 @@ def read(folder: Path) -> Records:
             DeviceOutcome(row.client, row.attempt, row.status or "", row.phase, row.cause, row.hint)
         )
     survivors = [
-        tuple(sorted(o.client for o in found[each] if o.status == "ACCEPTED")) if each in published else ()
+        tuple(
+            sorted(
+                o.client
+                for o in found[each]
+                if each in published and o.attempt >= published[each] and o.status == "ACCEPTED"
+            )
+        )
         for each in range(max(opened, default=-1) + 1)
     ]
     kinds = Counter(row.kind.rpartition("/")[2] for row in rows)
@@ -82,8 +89,8 @@ def check(found: Records) -> None:
             if outcome.status != "ACCEPTED":
                 assert outcome.phase, (number, outcome)
                 assert outcome.cause, (number, outcome)
-        accepted = [o.client for o in each if o.status == "ACCEPTED"]
-        assert len(set(accepted)) == len(accepted), (number, each)
+    for clients in found.survivors:
+        assert len(set(clients)) == len(clients), found.survivors
     assert len({round for round, _ in found.released}) == len(found.released), found.released
 
 
