@@ -26,7 +26,7 @@ LEASE_S: Final = 10.0
 RENEW_S: Final = 3.0
 """Seconds after which it is renewed."""
 LEASES: Final = "leases"
-"""The channel that says the name of a run whose lease was given back."""
+"""The channel that says the name of a run whose lease was given back, or taken."""
 
 
 def _awake_clock() -> float:
@@ -146,6 +146,7 @@ def take(
             connection.execute(leases.update().where(leases.c.run == run).values(values))
         elif not _insert_first(connection, run, values):
             return None
+        publish(connection, LEASES, run)
     lease._until = began + LEASE_S
     return lease
 

@@ -24,8 +24,8 @@ from sqlalchemy import (
 from mycelia.engine.errors import ConfigError
 
 __all__ = [
-    "MIGRATIONS", "blob_parts", "blobs", "clients", "leases", "metadata", "migrate", "outcomes", "releases",
-    "roster", "round_log", "rounds", "runs", "tokens",
+    "MIGRATIONS", "blob_parts", "blobs", "clients", "leases", "metadata", "migrate", "outcomes", "relays",
+    "releases", "roster", "round_log", "rounds", "runs", "tokens",
 ]  # fmt: skip
 
 metadata: Final = MetaData()
@@ -137,16 +137,33 @@ blob_parts: Final = Table(
     Column("data", LargeBinary, nullable=False),
 )
 
+relays: Final = Table(  # words between servers; whoever reads one removes it
+    "relays",
+    metadata,
+    Column("target", Text, primary_key=True),
+    Column("sender", Text, primary_key=True),
+    Column("number", BigInteger, primary_key=True),
+    Column("term", BigInteger, nullable=False),  # fence of the lead that it is about
+    Column("client", BigInteger, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+
 Migration = Callable[[Connection], None]
 
 
 def _version_1(connection: Connection) -> None:
-    metadata.create_all(connection, checkfirst=False)
+    first = [table for table in metadata.sorted_tables if table is not relays]
+    metadata.create_all(connection, first, checkfirst=False)
     if connection.dialect.name == "postgresql":  # weights do not get smaller, and trying takes long
         connection.execute(text("ALTER TABLE blob_parts ALTER COLUMN data SET STORAGE EXTERNAL"))
 
 
-MIGRATIONS: Final[Sequence[Migration]] = (_version_1,)
+def _version_2(connection: Connection) -> None:
+    relays.create(connection)
+
+
+MIGRATIONS: Final[Sequence[Migration]] = (_version_1, _version_2)
 """The n-th makes version n of version n - 1."""
 
 

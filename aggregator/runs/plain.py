@@ -19,12 +19,12 @@ from mycelia.aggregator.rounds import Round
 from mycelia.aggregator.runs.context import Context
 from mycelia.aggregator.runs.gathering import Failure, Gathered, Gathering, Stopped
 from mycelia.aggregator.runs.state import Current
+from mycelia.aggregator.runs.partials import Partial, add_partial
 from mycelia.aggregator.runs.tasks import Assignment, off_loop
+from mycelia.aggregator.runs.updates_check import METRICS, Asked, checked_header, expected_of, meta_of
 from mycelia.aggregator.spool import Spooled
 from mycelia.aggregator.store_problems import corrupt
 from mycelia.aggregator.tensor_sum import TensorSum
-from mycelia.aggregator.updates import Expected, UpdateMeta, check_update
-from mycelia.aggregator.updates import Reason as Refused
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.frames import Problem, Reason
 from mycelia.aggregator.wire.offers import Buffer, Payload
@@ -41,18 +41,6 @@ SNAPSHOT_EVERY: Final = 64
 SNAPSHOT_BYTES: Final = 2**30
 """The same, bytes of updates."""
 
-_REASONS: Final[Mapping[Refused, Reason]] = {
-    "schema": Reason.SCHEMA,
-    "stale_round": Reason.STALE_ROUND,
-    "future_round": Reason.WRONG_PHASE,
-    "stale_attempt": Reason.STALE_ROUND,
-    "future_attempt": Reason.WRONG_PHASE,
-    "not_finite": Reason.NONFINITE,
-    "weight": Reason.WEIGHT,
-    "cumulative": Reason.WEIGHT,
-    "not_asked": Reason.WRONG_PHASE,
-    "late": Reason.LATE,
-}
 _FATES: Final[Mapping[str, Fate]] = {
     "accepted": "ACCEPTED", "late": "LATE", "unused": "LATE", "dropped": "DROPPED", "failed": "DROPPED",
     "rejected": "REJECTED",
@@ -92,10 +80,7 @@ class PlainRound(Gathering):
         super().__init__(context, Position(context.name, opened.round, opened.attempt))
         plan = context.plan
         self._opened, self._current, self._keys = opened, current, keys
-        self._expected = Expected(
-            opened.round, opened.attempt, plan.program.schema.sha256, plan.max_weight, plan.most_examples,
-            plan.most_steps,
-        )  # fmt: skip
+        self._expected = expected_of(plan, self.at)
         self.machine = Round(
             self._expected, opened.clients, k, plan.config.round, evaluate=False, deadlines=context.deadlines
         )
@@ -110,7 +95,7 @@ class PlainRound(Gathering):
         self._headers: dict[tuple[int, int, bytes], UpdateHeader] = {}
         self._known: dict[int, bytes] = {}  # accepted, be it before a restart
         self._folded: set[int] = set()
-        self._sums = dict.fromkeys(("loss_sum", "examples", "steps"), 0.0)
+        self._sums = dict.fromkeys(METRICS, 0.0)
         self._unsaved = self._unsaved_bytes = 0
         self._writes: list[asyncio.Future[bool]] = []
         self._retried: list[DeviceOutcome] = []
@@ -228,34 +213,9 @@ class PlainRound(Gathering):
 
     def _checked(self, client: int, at: Position, offer: pb.Offer) -> UpdateHeader:
         """The header of an offer, after all that can be known before the payload is there."""
-        plan = self.context.plan
         check_tensors_size(offer.size, self._tensors)
-        header = UpdateHeader.verified(
-            offer.header, offer.signature, key=self._keys[client], client=client, at=at, sha256=offer.sha256
-        )
-        if header.model_sha256 != self._current.model_sha256:
-            raise Problem(
-                Reason.STALE_MODEL,
-                f"an update of model {header.model_sha256.hex()[:12]}",
-                rule=f"this round has {self._current.model_sha256.hex()[:12]}",
-                fix="take the next task",
-                who=f"client {client}",
-            )
-        if set(header.weights) != set(plan.form.specs) or len(header.metrics) > len(self._sums):
-            raise Problem(
-                Reason.WEIGHT,
-                f"weights of {', '.join(header.weights)}",
-                rule=f"of {', '.join(plan.form.specs)}",
-                who=f"client {client}",
-            )
-        meta = self._meta(client, at, offer.schema_sha256.hex(), header)
-        refusal = check_update(meta, self._expected._replace(attempt=at.attempt))
-        if refusal is not None:
-            raise Problem(
-                _REASONS[refusal.reason], refusal.hint, rule="see the settings of the task",
-                who=f"client {client}", phase="train",
-            )  # fmt: skip
-        return header
+        asked = Asked(at, self._current.model_sha256, self._expected._replace(attempt=at.attempt))
+        return checked_header(self.context.plan, asked, client, self._keys[client], offer)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -273,6 +233,8 @@ class PlainRound(Gathering):
                 return self.machine.rejected(client, attempt, str(refused.reason), now, hint=refused.hint)
             case (int(client), Spooled() as payload):
                 return await self._take(client, payload)
+            case Partial() as partial_sum:
+                return await self._merge_partial(partial_sum)
             case (int(client), Problem() as problem):
                 asked = self.machine.pending.get(client)
                 if asked is None:
@@ -313,7 +275,7 @@ class PlainRound(Gathering):
                 self._tell(client, problem.outcome(at))
                 cause, hint = str(problem.reason), problem.hint
                 return effects + self.machine.rejected(client, at.attempt, cause, now, hint=hint)
-            meta = self._meta(client, at, self._expected.schema, header)
+            meta = meta_of(client, at, self._expected.schema, header)
             self._writes.append(
                 self.context.writer.put(Accepted(at.attempt, client, payload.manifest.sha256))
             )
@@ -329,6 +291,43 @@ class PlainRound(Gathering):
             return effects
         finally:
             await self.context.service.release(payload)
+
+    async def _merge_partial(self, found: Partial) -> list[Effect]:
+        """The sum of another server's devices: into this one whole, or not at all.
+
+        Of a partial sum nothing can be taken out. If one of its updates is here already, be it in another
+        partial sum, or is not wanted any more, none of it is added; the others are asked for again.
+        """
+        now = self.context.clock()
+        effects = self.machine.tick(now)
+        if not all(self.machine.awaits(item.client, item.at.attempt) for item in found.items):
+            for item in found.items:
+                if self.machine.awaits(item.client, item.at.attempt):
+                    self.context.service.again(item.client, item.at)
+                    self._push(item.client, item.at.attempt)
+                else:
+                    self._tell_late(item.client, item.at)
+            return effects
+        size = 8 * len(self._exact.accumulator)
+        await off_loop(size, lambda: add_partial(self._exact, found, self.context.blobs))
+        for item in found.items:
+            self._writes.append(
+                self.context.writer.put(Accepted(item.at.attempt, item.client, item.header.sha256))
+            )
+            self._known[item.client] = item.header.sha256
+            self._folded.add(item.client)
+            self._unsaved += 1
+            self._unsaved_bytes += item.size
+            self.bytes_up[item.client] = self.bytes_up.get(item.client, 0) + item.size
+            for name in self._sums:
+                self._sums[name] += item.header.metrics.get(name, 0.0)
+        for item in found.items:
+            effects += self.machine.update(
+                meta_of(item.client, item.at, self._expected.schema, item.header), now
+            )
+        if self._unsaved >= SNAPSHOT_EVERY or self._unsaved_bytes >= SNAPSHOT_BYTES:
+            await self._save()
+        return effects
 
     def _fold(self, payload: Spooled, header: UpdateHeader) -> None:
         entries = self.context.plan.entries
@@ -413,18 +412,6 @@ class PlainRound(Gathering):
             self._folded = set(recovery.snapshot.clients)
             self._snapshot = recovery.snapshot.sha256
             self.blobs = [recovery.snapshot.sha256]
-
-    def _meta(self, client: int, at: Position, schema: str, header: UpdateHeader) -> UpdateMeta:
-        return UpdateMeta(
-            client,
-            at.round,
-            at.attempt,
-            schema,
-            max(header.weights.values()),
-            "",
-            header.examples,
-            header.steps,
-        )
 
     def _tell_late(self, client: int, at: Position) -> None:
         """An update that is of no use; of one that is in the sum the outcome will say so."""

@@ -54,7 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "example-level-secure": UNIFORM | MASKS | {"privacy": PRIVATE | {"unit": "example"}},
     "central-noise": UNIFORM | {"privacy": PRIVATE | {"unit": "client", "epsilon": 50.0}},
     "local-noise": UNIFORM
-    | {"update": {"max_abs": 1e6}, "privacy": PRIVATE | {"unit": "client", "model": "local", "epsilon": 50.0}},
+    | {"update": {"max_abs": 1e6}}
+    | {"privacy": PRIVATE | {"unit": "client", "model": "local", "epsilon": 50.0}},
     "quantile-clip": UNIFORM
     | {"privacy": {"epsilon": 80.0, "delta": 1e-3, "unit": "client", "clip": {"name": "quantile"}}},
     "shares": UNIFORM
@@ -94,9 +95,8 @@ async def deployed(scenario: Scenario, folder: Path) -> tuple[RunResult, list[Pa
     }
     config = load_config(FederationConfig, settings)
     dataset = prepared.dataset
-    recipe = Recipe.of(
-        dataset, scenario.model.name, scenario.model.options, scenario.loss_for(dataset.classes), scenario.seed
-    )
+    model, loss = scenario.model, scenario.loss_for(dataset.classes)
+    recipe = Recipe.of(dataset, model.name, model.options, loss, scenario.seed)
     population = Population(CLIENTS, 2000, int(prepared.partition.sizes().sum()))
     plan = plan_run(config, recipe, name="test", purpose="test", population=population, test=dataset.test)
     world = World()

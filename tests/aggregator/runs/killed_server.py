@@ -178,10 +178,8 @@ async def _serve(orders: Orders) -> dict[str, Any]:
         orders.folder / "blobs",
         orders.folder / "own",
     )
-    server = Server(
-        keys, (orders.folder / "keys" / "roster.bin").read_bytes(), [Work(made, orders.folder / "run")], places,
-        deadlines=lambda plan: PATIENT,
-    )  # fmt: skip
+    roster, work = (orders.folder / "keys" / "roster.bin").read_bytes(), Work(made, orders.folder / "run")
+    server = Server(keys, roster, [work], places, deadlines=lambda plan: PATIENT)
     try:
         await server.start(f"127.0.0.1:{orders.port}")
         async with asyncio.timeout(600 if orders.watch else 35):

@@ -21,8 +21,8 @@ KINDS = (
     "SA1/SNAPSHOT", "SA1/U2", "SA1/AGREE", "SA1/CHARGED", "SA1/RESULT", "MERGED", "PUBLISHED",
 )  # fmt: skip
 FAST = [
-    Kill("SA1/CONFIG"), Kill("SA1/ADVERT", 2), Kill("SA1/SHARES", 4), Kill("SA1/RECEIPT"), Kill("SA1/U2"),
-    Kill("SA1/AGREE", 2), Kill("SA1/CHARGED", 2), Kill("SA1/RESULT"), Kill("MERGED", 2, before=True),
+    Kill("SA1/CONFIG"), Kill("SA1/SHARES", 4), Kill("SA1/RECEIPT"), Kill("SA1/U2"), Kill("SA1/CHARGED", 2),
+    Kill("SA1/RESULT"),
 ]  # fmt: skip
 _MANY = ("SA1/ADVERT", "SA1/SHARES", "SA1/RECEIPT", "SA1/AGREE")
 ALL = [

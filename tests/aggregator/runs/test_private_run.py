@@ -17,13 +17,16 @@ from tests.aggregator.runs.secure_world import SecureDummy
 from tests.aggregator.runs.test_killed_plain import _id, killed
 
 PRIVATE: dict[str, Any] = {
-    "privacy": {"unit": "client", "epsilon": 20.0, "delta": 1e-2, "clip": {"name": "abadi", "bound": 5.0}, "noise_source": "seeded"},
+    "privacy": {
+        "unit": "client", "epsilon": 20.0, "delta": 1e-2, "clip": {"name": "abadi", "bound": 5.0},
+        "noise_source": "seeded",
+    },
     "algorithm": {"name": "fedavg", "weighting": "uniform"}, "rounds": 2, "clients": 10, "cohort": 3,
 }  # fmt: skip
 SHARES: dict[str, Any] = {
     "privacy": {
-        "unit": "client", "model": "distributed", "epsilon": 50.0, "delta": 1e-3, "clip": {"name": "abadi", "bound": 0.5},
-        "mechanism": "skellam",
+        "unit": "client", "model": "distributed", "epsilon": 50.0, "delta": 1e-3,
+        "clip": {"name": "abadi", "bound": 0.5}, "mechanism": "skellam",
     },
     "secure_sum": {"threat": "passive", "corrupt": 0.0, "dropout": 0.2},
     "algorithm": {"name": "fedavg", "weighting": "uniform"}, "rounds": 2, "clients": 10, "cohort": 3,
@@ -55,12 +58,15 @@ def test_each_round_is_charged_once(people: People, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kill",
     [
-        pytest.param(each, marks=() if each.kind == "CHARGED" and each.before else pytest.mark.slow, id=_id(each))
-        for each in (
-            Kill("FROZEN", 2), Kill("CHARGED", 1, before=True), Kill("CHARGED", 2),
-            Kill("MERGED", 1, before=True), Kill("MERGED", 2),
-        )
+        Kill("CHARGED", 1, before=True),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                Kill("FROZEN", 2), Kill("CHARGED", 2), Kill("MERGED", 1, before=True), Kill("MERGED", 2),
+            )
+        ),
     ],
+    ids=_id,
 )  # fmt: skip
 def test_killed_beside_a_release(people: People, tmp_path: Path, kill: Kill) -> None:
     """The same noise is added to the same sum, and paid for once."""
@@ -86,10 +92,7 @@ def test_secret_noise_survives_a_kill(people: People, tmp_path: Path) -> None:
 
 def test_budget_stops_the_run(people: People, tmp_path: Path) -> None:
     """A noise multiplier that pays for some of the rounds."""
-    privacy = {
-        "unit": "client", "epsilon": 20.0, "delta": 1e-2, "clip": {"name": "abadi", "bound": 5.0}, "noise_source": "seeded",
-        "noise_multiplier": 1.0,
-    }  # fmt: skip
+    privacy = PRIVATE["privacy"] | {"noise_multiplier": 1.0}
     settings = PRIVATE | {"privacy": privacy, "rounds": 60}
     result, released = a_run(people, tmp_path, **settings)
     assert result.stopped_by == "budget"

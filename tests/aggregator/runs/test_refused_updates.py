@@ -15,8 +15,9 @@ from mycelia.aggregator.outcomes import DeviceOutcome, outcomes_of
 from mycelia.aggregator.runs.run import RunResult
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.offers import Payload
-from mycelia.aggregator.wire.payload import write_tensors
+from mycelia.aggregator.wire.payload import check_tensors, read_tensors, write_tensors
 from mycelia.aggregator.wire.position import Position
+from mycelia.aggregator.wire.update_header import UpdateHeader
 from mycelia.aggregator.wire.updates_form import MODEL_ROLES
 from mycelia.engine.errors import RoundAborted
 from mycelia.engine.recipe import Recipe
@@ -69,9 +70,12 @@ def _far(old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             lambda: Habits(header=lambda header: changed(header, client=1)),
             "BAD_PAYLOAD", "client 1", id="another-client",
         ),
-        pytest.param(lambda: Habits(payload=lambda payload: Payload(payload.chunk(0)[:-4])), "BAD_PAYLOAD", "", id="size"),
         pytest.param(
-            lambda: Habits(payload=lambda payload: Payload(payload.chunk(0).replace(b"BF", b"FB").replace(b"F32", b"I32"))),
+            lambda: Habits(payload=lambda payload: Payload(payload.chunk(0)[:-4])),
+            "BAD_PAYLOAD", "", id="size",
+        ),
+        pytest.param(
+            lambda: Habits(payload=lambda payload: Payload(payload.chunk(0).replace(b"F32", b"I32"))),
             "SCHEMA", "", id="dtype",
         ),
     ],
@@ -105,7 +109,7 @@ def test_cumulative_counts_refused(people: People, tmp_path: Path) -> None:
     assert (made.most_steps, made.most_examples) == (2, 10)
     sums = {"steps": 0, "examples": 0}
 
-    def add(header):  # type: ignore[no-untyped-def]
+    def add(header: UpdateHeader) -> UpdateHeader:
         sums["steps"] += 2
         sums["examples"] += 10
         return changed(header, steps=sums["steps"], examples=sums["examples"])
@@ -292,8 +296,6 @@ def test_fp16_update_summed_exactly(people: People, tmp_path: Path) -> None:
             async with running(devices):
                 await server.run()
             return devices[0].delivered["study"]
-
-    from mycelia.aggregator.wire.payload import check_tensors, read_tensors
 
     model = run(go())
     found = read_tensors(model, check_tensors(model, len(model), made.program.schema, MODEL_ROLES))

@@ -370,9 +370,11 @@ def test_other_settings_than_a_run_began_with_are_refused(people: People, tmp_pa
     made = plan(rounds=1)
 
     async def go() -> None:
-        async with serving(people.world, tmp_path, made) as (server, port):
-            async with running([Dummy(port, each, made) for each in people.first(3)]):
-                await server.run()
+        async with (
+            serving(people.world, tmp_path, made) as (server, port),
+            running([Dummy(port, each, made) for each in people.first(3)]),
+        ):
+            await server.run()
         async with serving(people.world, tmp_path, plan(rounds=2)) as (server, _):
             with pytest.raises(ConfigError, match="settings of the run 'study'"):
                 await server.run()
@@ -386,13 +388,15 @@ def test_torn_checkpoint_not_loaded(people: People, tmp_path: Path, which: str) 
     made = plan(rounds=1)
 
     async def go() -> Path:
-        async with serving(people.world, tmp_path, made) as (server, port):
-            async with running([Dummy(port, each, made) for each in people.first(3)]):
-                doing = asyncio.create_task(server.run())
-                await until(lambda: server._router.runs)
-                one = server._router.runs["study"]
-                await doing
-                merged = one._log.published
+        async with (
+            serving(people.world, tmp_path, made) as (server, port),
+            running([Dummy(port, each, made) for each in people.first(3)]),
+        ):
+            doing = asyncio.create_task(server.run())
+            await until(lambda: server._router.runs)
+            one = server._router.runs["study"]
+            await doing
+            merged = one._log.published
         assert merged is not None
         path = tmp_path / "blobs" / (merged.state_sha256 if which == "state" else merged.model_sha256).hex()
         if which == "missing":

@@ -220,7 +220,7 @@ def test_a_released_round_is_not_tried_again(people: People, tmp_path: Path) -> 
     assert {at for at in done.devices[2].machines} == {Position("study", 0, 0), Position("study", 1, 0)}
     assert {status for _, _, status, _ in done.statuses(0)} == {"DROPPED", "LATE"}
     assert done.devices[2].reasons() == ["ROUND_ABORTED", ""]
-    assert [(each.round, each.failed) for each in done.sums][0] == (1, "UNMASK_SHORT")
+    assert (done.sums[0].round, done.sums[0].failed) == (1, "UNMASK_SHORT")
 
 
 def test_too_few_to_hide_among(people: People, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_too_few_to_hide_among(people: People, tmp_path: Path) -> None:
             for attempt in range(8):
                 devices[0].drops[0, attempt] = "share"
             async with running(devices):
-                with pytest.raises(RoundAborted, match="COHORT_TOO_SMALL: .*phase share"):
+                with pytest.raises(RoundAborted, match=r"COHORT_TOO_SMALL: .*phase share"):
                     await server.run()
             return devices
 

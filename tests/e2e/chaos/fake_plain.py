@@ -1,4 +1,4 @@
-"""Rounds of the round machine and its log on a clock of numbers, with a server and devices that are killed."""
+"""Rounds of the round machine and its log on a clock of numbers; server and devices are killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mycelia.aggregator.log_records import (
 from mycelia.aggregator.outcomes import DeviceOutcome, Fate, outcomes_of
 from mycelia.aggregator.recovery import HEARTBEATS, Recovery
 from mycelia.aggregator.round_log import RoundLog
-from mycelia.aggregator.rounds import Round, asked_for, candidates_for
+from mycelia.aggregator.rounds import Round, candidates_for
 from mycelia.aggregator.store import Store
 from mycelia.aggregator.updates import Expected, UpdateMeta
 from tests.aggregator.round_histories import CONFIG, EVENT, lease_of
@@ -54,6 +54,12 @@ Vector = np.ndarray[Any, np.dtype[np.int64]]
 class Task(NamedTuple):
     round: int
     attempt: int
+
+
+class Ready(NamedTuple):
+    """A device trains."""
+
+    task: Task
 
 
 class Update(NamedTuple):
@@ -96,14 +102,14 @@ class Device:
                 self.doing = self.made = None
             return
         if message == self.doing:  # again: it may not have heard the answer
-            self.say(("ready", message))
+            self.say(Ready(message))
             if self.made is not None:
                 self.say(self.made)
             return
         if self.doing is not None and message < self.doing:
             return
         self.doing, self.made = message, None
-        self.say(("ready", message))
+        self.say(Ready(message))
         life = self.lives
         self.world.network.after(self.world.dice.uniform(0.5, 20.0), lambda: self.trained(message, life))
 
@@ -279,7 +285,7 @@ class World:
             self._adopt(found.merged.model_sha256)
         elif found.action == "finish":
             self._load_sum(found)
-            self._merge_now(found.survivors or (), (), charged=found.charged)
+            self._merge_now(found.survivors or (), charged=found.charged)
         else:
             self._resume(found)
 
@@ -331,7 +337,7 @@ class World:
                 case Merge(survivors):
                     self._save()
                     self.append(Frozen(tuple(map(int, survivors)), self._snapshot_hash()))
-                    self._merge_now(tuple(map(int, survivors)), ())
+                    self._merge_now(tuple(map(int, survivors)))
                     return
                 case Abort():
                     self.append(Failed(effect.reason, effect.cause), settled=self._outcomes(effect))
@@ -361,7 +367,7 @@ class World:
             self.append(self.snapshot)
             self.unsaved = 0
 
-    def _merge_now(self, survivors: tuple[int, ...], outcomes: tuple[()], *, charged: bool = False) -> None:
+    def _merge_now(self, survivors: tuple[int, ...], *, charged: bool = False) -> None:
         """From the sum to a published model; it takes its time."""
         assert set(survivors) == self.folded, self.network.name
         if self.opened.private and not charged:
@@ -496,10 +502,5 @@ class World:
             took = any(isinstance(effect, Accept) for effect in effects)
             assert took == good, (self.network.name, meta, effects)
             self.carry_out(effects)
-        elif isinstance(message, tuple) and message[0] == "ready":
-            if message[1].round == self.opened.round:
-                self.carry_out(self.machine.ready([client], now))
-
-
-def asked(config: RoundConfig) -> int:
-    return asked_for(COHORT, config)
+        elif isinstance(message, Ready) and message.task.round == self.opened.round:
+            self.carry_out(self.machine.ready([client], now))

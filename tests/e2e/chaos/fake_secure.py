@@ -205,8 +205,9 @@ class World:
                 assert known or self._restarted, (name, client)
         else:
             error = self._error
-            assert error is not None and error.reason and (error.phase or error.found), name
-            assert error.phase in ("", *PHASES), (name, error.phase)
+            assert error is not None, name
+            assert error.reason, name
+            assert error.phase in PHASES, (name, error)
         for device in self.devices.values():
             history = ClientHistory.read(device.journal)  # raises where it contradicts itself
             times = [record for record in device.journal if record.kind == "RELEASED"]

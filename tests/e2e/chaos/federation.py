@@ -1,4 +1,4 @@
-"""A small federation on this machine, as files: keys, devices' data, what both commands read; and its oracle."""
+"""A small federation on this machine as files: keys, data, what both commands read; and its oracle."""
 
 from __future__ import annotations
 

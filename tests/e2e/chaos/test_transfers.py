@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def test_a_hundred_devices_come_back(processes: Processes, tmp_path: Path) -> No
         async with AsyncExitStack() as stack:
             tasks = []
             for client in range(1, devices + 1):
-                identity = stack.enter_context(_opened(tmp_path / f"identity-{client}"))
+                identity = stack.enter_context(DeviceIdentity.open(tmp_path / f"identity-{client}"))
                 places = Places(tmp_path / f"incoming-{client}")
                 stack.callback(places.close)
                 made = Transport([f"127.0.0.1:{federation.port}"], identity, places)
@@ -157,9 +157,3 @@ def test_a_hundred_devices_come_back(processes: Processes, tmp_path: Path) -> No
             await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(test())
-
-
-@contextmanager
-def _opened(folder: Path) -> Any:
-    with DeviceIdentity.open(folder) as identity:
-        yield identity

@@ -92,7 +92,9 @@ class Chaos:
         """Devices may end by themselves when the run is over, and not before."""
         code = await ended(self.server, wait)
         for client, process in self.devices.items():
-            assert process.exitcode in (None, 0, -9), f"{self}: device {client}\n{self.tail(self.log(client))}"
+            assert process.exitcode in (None, 0, -9), (
+                f"{self}: device {client}\n{self.tail(self.log(client))}"
+            )
         return code
 
     async def _kill(self) -> None:
