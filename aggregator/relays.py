@@ -1,4 +1,4 @@
-"""Letters between the servers of a store: what devices of one say to the leader, and what it has to say to them.
+"""Letters between the servers of a store: what devices of one say to the leader, and what it says to them.
 
 A letter is durable before anybody is told that there is one, is read once, and belongs to one term of one
 leader: one of an earlier term is thrown away.

@@ -39,7 +39,7 @@ from mycelia.engine.errors import ConfigError
 from mycelia.privacy.secagg.certificates import IdentityProblem
 from mycelia.privacy.secagg.roster import ClientEntry, Roster
 
-__all__ = ["Handler", "Service"]
+__all__ = ["Beyond", "Handler", "Service"]
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -84,6 +84,22 @@ class Handler(Protocol):
         """
 
 
+class Beyond(Protocol):
+    """Devices that are connected to another server; its methods are those of `Service`."""
+
+    def push(self, client: int, frame: pb.ServerFrame) -> bool:
+        """Send a message."""
+
+    def send_payload(self, client: int, payload: Payload, offer: pb.Offer) -> bool:
+        """Send a payload."""
+
+    def withdraw(self, client: int, at: Position) -> None:
+        """What the device was to be sent is of no use any more."""
+
+    def again(self, client: int, at: Position) -> None:
+        """What it has sent is to come once more."""
+
+
 class Service:
     """A server for devices.
 
@@ -104,6 +120,7 @@ class Service:
         keys: as given.
         traffic: bytes over all streams.
         refused: how many streams ended for each reason.
+        beyond: where devices are that are not here; None: nowhere.
 
     Raises:
         SecureSumError: the roster is not the operator's, or expired.
@@ -133,6 +150,7 @@ class Service:
         self.traffic, self.refused = Traffic(), Counter[Reason]()
         self._admission = Admission(keys, roster, insecure=insecure, wall=wall)
         self._streams: dict[int, Stream] = {}
+        self.beyond: Beyond | None = None
         self._draining: Problem | None = None
         self._server: aio.Server | None = None
         self._thread = ThreadPoolExecutor(1, "spool")
@@ -244,7 +262,7 @@ class Service:
         """
         stream = self._streams.get(client)
         if stream is None or stream.ending.done():
-            return False
+            return self.beyond is not None and self.beyond.push(client, frame)
         if frame.HasField("task"):
             problem = self._admission.refusal(stream.admitted)
             if problem is not None:
@@ -266,7 +284,7 @@ class Service:
         """
         stream = self._streams.get(client)
         if stream is None or stream.ending.done():
-            return False
+            return self.beyond is not None and self.beyond.send_payload(client, payload, offer)
         try:
             stream.outbox.offer(Outgoing(payload, offer))
         except Problem as problem:
@@ -279,6 +297,14 @@ class Service:
         """What the device was to be sent for a piece of work is of no use any more."""
         if client in self._streams:
             self._streams[client].outbox.withdraw(at)
+        elif self.beyond is not None:
+            self.beyond.withdraw(client, at)
+
+    def again(self, client: int, at: Position) -> None:
+        """What a device has sent for a piece of work is to come once more."""
+        self._thread.submit(self._spool.again, client, at)
+        if client not in self._streams and self.beyond is not None:
+            self.beyond.again(client, at)
 
     def retry_at(self, client: int, delay_s: float, reason: str, at: Position | None = None) -> bool:
         """Tell a device to come again after so many seconds, up to a tenth more; whether it is here."""

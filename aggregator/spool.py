@@ -296,6 +296,10 @@ class Spool:
         self._taken = {key for key in self._taken if not over(key.at)}
         self._first = {once: digest for once, digest in self._first.items() if not over(once[1])}
 
+    def again(self, client: int, at: Position) -> None:
+        """What was taken of a client at a position is to come once more."""
+        self._taken = {key for key in self._taken if (key.client, key.at) != (client, at)}
+
     def restart(self, run: str) -> None:
         """This server begins with a run anew, from its log: all that came for it is offered again."""
         for key in [key for key in self._slots if key.at.run == run]:

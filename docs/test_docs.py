@@ -21,6 +21,7 @@ PAGES = sorted(
         "*.md",
         "docs/**/*.md",
         "benchmarks/**/*.md",
+        "examples/**/*.md",
         *(f"{room.name}/**/*.md" for room in ROOMS.values()),
     )
     for path in ROOT.glob(pattern)

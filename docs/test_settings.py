@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 import types
 import typing
 from collections.abc import Iterator
@@ -10,11 +11,11 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from mycelia.aggregator.server_config import ServerConfig
+from mycelia.aggregator.server_config import ServerConfig, load_server_config
 from mycelia.aggregator.wire.problems import ENDS_STREAM, Reason
 from mycelia.client.backoff import Then, then
-from mycelia.client.config import ClientConfig
-from mycelia.engine.config import Named, Strict
+from mycelia.client.config import ClientConfig, load_client_config
+from mycelia.engine.config import Named, Strict, load_config
 
 HERE = Path(__file__).parent
 REQUIRED = "required"
@@ -78,6 +79,15 @@ def shown(default: Any) -> str:
 def test_every_setting_is_in_the_table(heading: str, model: type[Strict]) -> None:
     found = {row[0].strip("`"): row[1] for row in tables("settings.md", heading)}
     assert found == dict(settings(model))
+
+
+def test_the_files_that_pages_show_are_good() -> None:
+    page = (HERE / "deploy.md").read_text()
+    load_config(ServerConfig, tomllib.loads(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0]))
+    example = HERE.parent / "examples" / "localhost"
+    config = load_server_config(example / "server.toml")
+    owners = [load_client_config(example / f"client-{number}.toml") for number in (1, 2, 3)]
+    assert {owner.server for owner in owners} == {(config.server.listen,)}
 
 
 def test_every_reason_is_in_the_table() -> None:

@@ -130,6 +130,10 @@ class Gathering(ABC):
         """A device was revoked, and takes no more part."""
         self.queue.put_nowait((client, problem))
 
+    def turned_away(self, client: int, at: Position, problem: Problem) -> None:
+        """Another server has refused what the device sent; it sends no other one."""
+        del client, at, problem  # of what is only asked for, nobody need know
+
     async def release_all(self) -> None:
         """It is over: payloads that nobody has looked at are given back."""
         while not self.queue.empty():

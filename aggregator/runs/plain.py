@@ -18,8 +18,8 @@ from mycelia.aggregator.recovery import HEARTBEATS, Recovery
 from mycelia.aggregator.rounds import Round
 from mycelia.aggregator.runs.context import Context
 from mycelia.aggregator.runs.gathering import Failure, Gathered, Gathering, Stopped
-from mycelia.aggregator.runs.state import Current
 from mycelia.aggregator.runs.partials import Partial, add_partial
+from mycelia.aggregator.runs.state import Current
 from mycelia.aggregator.runs.tasks import Assignment, off_loop
 from mycelia.aggregator.runs.updates_check import METRICS, Asked, checked_header, expected_of, meta_of
 from mycelia.aggregator.spool import Spooled
@@ -211,6 +211,11 @@ class PlainRound(Gathering):
                 self.queue.put_nowait(_Refusal(client, at.attempt, problem))
             raise
 
+    def turned_away(self, client: int, at: Position, problem: Problem) -> None:
+        """See `Gathering.turned_away`."""
+        if self.machine.awaits(client, at.attempt):
+            self.queue.put_nowait(_Refusal(client, at.attempt, problem))
+
     def _checked(self, client: int, at: Position, offer: pb.Offer) -> UpdateHeader:
         """The header of an offer, after all that can be known before the payload is there."""
         check_tensors_size(offer.size, self._tensors)
@@ -300,16 +305,21 @@ class PlainRound(Gathering):
         """
         now = self.context.clock()
         effects = self.machine.tick(now)
-        if not all(self.machine.awaits(item.client, item.at.attempt) for item in found.items):
-            for item in found.items:
-                if self.machine.awaits(item.client, item.at.attempt):
-                    self.context.service.again(item.client, item.at)
-                    self._push(item.client, item.at.attempt)
-                else:
-                    self._tell_late(item.client, item.at)
+        wanted = [item for item in found.items if self.machine.awaits(item.client, item.at.attempt)]
+        added = len(wanted) == len(found.items) <= self.machine.needed
+        if added:
+            try:
+                size = 8 * len(self._exact.accumulator)
+                await off_loop(size, lambda: add_partial(self._exact, found, self.context.blobs))
+            except Problem as problem:
+                if problem.reason is not Reason.STORE_CORRUPT:
+                    raise
+                added = False
+        if not added:
+            for item in wanted[: self.machine.needed]:
+                self.context.service.again(item.client, item.at)
+                self._push(item.client, item.at.attempt)
             return effects
-        size = 8 * len(self._exact.accumulator)
-        await off_loop(size, lambda: add_partial(self._exact, found, self.context.blobs))
         for item in found.items:
             self._writes.append(
                 self.context.writer.put(Accepted(item.at.attempt, item.client, item.header.sha256))

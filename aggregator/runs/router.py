@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from mycelia.aggregator.logs import log
 from mycelia.aggregator.runs.floor import Floor
+from mycelia.aggregator.runs.following import Following
+from mycelia.aggregator.runs.leading import not_leader
+from mycelia.aggregator.runs.reach import Reach
 from mycelia.aggregator.runs.run import FederatedRun
 from mycelia.aggregator.service import Service
 from mycelia.aggregator.spool import Spooled
@@ -35,6 +38,8 @@ class Router:
         coming: of each run that this server does, set once it knows where it stands; until then devices wait.
         service: set before the first stream.
         refusal: why this server works with no device now; None if it does.
+        following: the work of this server while another one leads; None: it has none.
+        reach: devices at other servers while this one leads; None: there are none.
     """
 
     def __init__(self, floor: Floor, board: Board, renew: Renewal) -> None:
@@ -43,6 +48,8 @@ class Router:
         self.coming: dict[str, asyncio.Event] = {}
         self.service: Service
         self.refusal: Callable[[], Problem | None] = lambda: None
+        self.following: Following | None = None
+        self.reach: Reach | None = None
 
     async def held(self, client: int) -> Iterable[pb.Held]:
         """See `Handler.held`."""
@@ -53,6 +60,8 @@ class Router:
         """See `Handler.connected`."""
         self._board.connected(client, entry.name)
         log("connected", client=client)
+        if self.following is not None and self.reach is not None:
+            self.reach.here(client, await self.following.came(client, entry))
         for run in self.runs.values():
             run.connected(client, entry.identity_key, entry.name)
         self._floor.came(client)
@@ -63,6 +72,11 @@ class Router:
         body = frame.WhichOneof("body") or ""
         if body == "renew":
             await self._renewed(client, frame.renew)
+            return
+        if self._follows:
+            if body == "ask":  # only who leads knows what its runs ask for
+                raise not_leader(self._follows.leader)
+            self._follows.frame(client, frame)
             return
         if body == "ask":
             for name in list(self.coming):
@@ -75,10 +89,16 @@ class Router:
     async def offered(self, client: int, offer: pb.Offer) -> None:
         """See `Handler.offered`."""
         self._check()
+        if self._follows:
+            self._follows.offered(client, offer)
+            return
         (await self._run(offer.at.run, client)).offered(client, offer)
 
     async def payload(self, client: int, payload: Spooled) -> None:
         """See `Handler.payload`."""
+        if self._follows:
+            self._follows.payload(client, payload)
+            return
         at = payload.manifest.at
         run = None if at is None else self.runs.get(at.run)
         if run is None or not run.payload(client, payload):
@@ -91,6 +111,10 @@ class Router:
         """See `Handler.lost`."""
         if problem is not None and problem.reason is Reason.NOT_LEADER and client not in self._floor.here:
             return  # it was not let in
+        if self.following is not None:
+            self.following.left(client, problem)
+        if self.reach is not None and client in self.reach.where:
+            return  # it has another stream at another server
         self._floor.left(client)
         self._board.disconnected(client, problem)
         if problem is None:
@@ -104,6 +128,10 @@ class Router:
 
     async def _renewed(self, client: int, asked: pb.Renew) -> None:
         self.service.push(client, pb.ServerFrame(renewed=await self._renew(client, asked)))
+
+    @property
+    def _follows(self) -> Following | None:
+        return self.following if self.following is not None and self.following.leader else None
 
     def _check(self) -> None:
         problem = self.refusal()

@@ -23,6 +23,7 @@ from mycelia.aggregator.rounds import asked_for, candidates_for, quorum_for
 from mycelia.aggregator.runs.context import Context
 from mycelia.aggregator.runs.errands import Errand
 from mycelia.aggregator.runs.gathering import Failure, Gathered, Gathering, Stopped
+from mycelia.aggregator.runs.partials import read_partial
 from mycelia.aggregator.runs.plain import PlainRound, restored_sum
 from mycelia.aggregator.runs.privacy import ServerPrivacy
 from mycelia.aggregator.runs.secure import SecureRound
@@ -159,6 +160,16 @@ class FederatedRun:
             return False
         self._gathering.payload(client, payload)
         return True
+
+    def partial(self, body: bytes) -> None:
+        """Another server hands over a partial sum. Raises `Problem` if a device has not signed its part."""
+        if isinstance(self._gathering, PlainRound):
+            self._gathering.queue.put_nowait(read_partial(body, self._keys))
+
+    def turned_away(self, client: int, at: Position, problem: Problem) -> None:
+        """Another server has refused what a device sent."""
+        if self._gathering is not None:
+            self._gathering.turned_away(client, at, problem)
 
     def lost(self, client: int, problem: Problem | None) -> None:
         """A stream has ended; a device that was revoked is out at once."""

@@ -14,20 +14,24 @@ from typing import Any, Final, NamedTuple
 from mycelia.aggregator.blob_rows import BlobRows
 from mycelia.aggregator.blobs import Blobs
 from mycelia.aggregator.deadlines import SHUTDOWN_S, Deadlines, Waits, derive
-from mycelia.aggregator.enrolled import ROSTERS, keep_roster, newest_roster
+from mycelia.aggregator.enrolled import ROSTERS, STREAMS, keep_roster, newest_roster, streams_of
 from mycelia.aggregator.identity import ServerKeys, expiries
-from mycelia.aggregator.leases import LEASES, Lease, Standing
+from mycelia.aggregator.leases import LEASES, Lease, Standing, standing
 from mycelia.aggregator.limits import Limits
 from mycelia.aggregator.log_writer import LogWriter
 from mycelia.aggregator.logs import log
 from mycelia.aggregator.notices import listen
+from mycelia.aggregator.relays import RELAYS
 from mycelia.aggregator.round_log import RoundLog, blobs_in_use, config_of, has_run
 from mycelia.aggregator.runs.context import Context
 from mycelia.aggregator.runs.floor import Floor
+from mycelia.aggregator.runs.following import Following
 from mycelia.aggregator.runs.gathering import Stopped
 from mycelia.aggregator.runs.leading import Leading, not_leader
+from mycelia.aggregator.runs.letters import Letters
 from mycelia.aggregator.runs.plans import RunPlan
 from mycelia.aggregator.runs.privacy import ServerPrivacy
+from mycelia.aggregator.runs.reach import Reach
 from mycelia.aggregator.runs.router import Renewal, Router
 from mycelia.aggregator.runs.run import FederatedRun, RunResult
 from mycelia.aggregator.server_config import run_settings
@@ -171,6 +175,8 @@ class Server:
         self._leading = Leading(self._store, names, self.keys.name, self._wait)
         if self._store.shared:
             self._router.refusal = self._refusal
+            if not secure:  # sessions of a secure sum are led where their devices are
+                self._share()
         port = await self.service.start(listen_on)
         self._show_expiries()
         self._keep(self._show_traffic())
@@ -191,6 +197,7 @@ class Server:
         """
         while True:
             await self._leading.take()
+            await self._begin_term()
             if await self._term():
                 return self.results
 
@@ -294,6 +301,44 @@ class Server:
 
     # --- leading ----------------------------------------------------------------------------------
 
+    def _share(self) -> None:
+        """Devices of any server take part in the runs of the one that leads."""
+        store, name, router = self._store, self.keys.name, self._router
+        plans = {work.plan.name: work.plan for work in self.works}
+        router.following = Following(store, name, self._blobs, self.service, plans, self.wall)
+        router.reach = Reach(
+            store, name, self._blobs, self.service, self.floor, self.board, router.runs, router.coming
+        )
+        self.service.beyond = router.reach
+        self._keep(router.following.run())
+        self._keep(router.reach.letters.run())
+        self._keep(router.reach.watch())
+
+    async def _follow(self) -> None:
+        """Work for whoever leads all runs of this server."""
+        following = self._router.following
+        if following is None:
+            return
+        names = sorted(work.plan.name for work in self.works)
+        try:
+            found = await asyncio.to_thread(lambda: [standing(self._store, name) for name in names])
+        except Problem as problem:
+            self._store_away(problem)
+            return
+        holders = {each.holder if each is not None and each.left else "" for each in found}
+        first = found[0]
+        if first is not None and len(holders) == 1 and holders.isdisjoint({"", self.keys.name}):
+            await following.follow(first.holder, first.fence)
+
+    async def _begin_term(self) -> None:
+        """This server leads from now on: what it did for another one is asked for again."""
+        if self._router.following is None or self._router.reach is None:
+            return
+        await self._router.following.stop()
+        for work in self.works:
+            await self.service.restart(work.plan.name)
+        self._router.reach.begin(self._leading.leases[min(self._leading.leases)].fence)
+
     async def _term(self) -> bool:
         """Lead the runs: to their end, or until another server does.
 
@@ -329,6 +374,8 @@ class Server:
         """After the lead was lost: nothing goes on, and nobody is served."""
         for run in self._router.runs.values():
             run.stop()
+        if self._router.reach is not None:
+            self._router.reach.end()
         for client in self.service.connected:
             self.service.end(client, not_leader(""))
         if self._doing:
@@ -345,7 +392,10 @@ class Server:
 
     def _refusal(self) -> Problem | None:
         """Why no device may stay; the others of a store tell devices to look for the one that leads."""
-        return None if self._leading.leads else not_leader(self._leading.holder)
+        following = self._router.following
+        if self._leading.leads or (following is not None and following.leader):
+            return None
+        return not_leader(self._leading.holder)
 
     def _wait(self, run: str, stands: Standing) -> None:
         """Another server leads."""
@@ -353,6 +403,7 @@ class Server:
             if work.plan.name not in self.results:
                 self._show_run(work.plan)
                 self.board.phase(work.plan.name, 0, 0, "waiting", None)
+        self._keep(self._follow())
         hint = f"{stands.holder} leads, for another {stands.left:.1f} s unless it says so again"
         log("standby", run=run, hint=hint)
 
@@ -509,10 +560,15 @@ class Server:
 
     async def _hear(self) -> None:
         """Other servers of the same store have a newer roster, or give the lead back."""
-        async for notice in listen(self._store, [ROSTERS, LEASES]):
+        async for notice in listen(self._store, [ROSTERS, LEASES, RELAYS, STREAMS]):
             if notice.channel in (LEASES, ""):
                 self._leading.freed(notice.payload)
-            if notice.channel == LEASES:
+            if notice.channel in (RELAYS, "") and notice.payload in (self.keys.name, ""):
+                for letters in self._letters():
+                    letters.heard()
+            if notice.channel in (STREAMS, ""):
+                await self._end_older(notice.payload)
+            if notice.channel not in (ROSTERS, ""):
                 continue
             try:
                 newest = await asyncio.to_thread(newest_roster, self._store)
@@ -523,6 +579,34 @@ class Server:
                 self._store_away(problem)
             except SecureSumError as error:
                 log("roster_refused", level="error", hint=str(error))
+
+    def _letters(self) -> list[Letters]:
+        following, reach = self._router.following, self._router.reach
+        return [] if following is None or reach is None else [following.letters, reach.letters]
+
+    async def _end_older(self, notice: str) -> None:
+        """A device has a newer stream, perhaps at another server; all are looked at where none is named."""
+        words = {int(word) for word in notice.split()[:1]}
+        clients = self.service.connected & words if words else self.service.connected
+        if not clients or self._router.following is None:
+            return
+        try:
+            mine = await asyncio.to_thread(streams_of, self._store, self.keys.name)
+        except Problem as problem:
+            self._store_away(problem)
+            return
+        for client in clients - mine.keys():
+            self.service.end(client, _superseded(client))
+
+
+def _superseded(client: int) -> Problem:
+    return Problem(
+        Reason.SUPERSEDED,
+        "a newer stream of the same identity, at another server",
+        rule="one stream for each identity",
+        fix="run one process with an identity folder, and do not copy it",
+        who=f"client {client}",
+    )
 
 
 def _is_lost(error: object) -> bool:

@@ -87,7 +87,11 @@ def checked_header(plan: RunPlan, asked: Asked, client: int, key: bytes, offer: 
     refusal = check_update(meta_of(client, at, offer.schema_sha256.hex(), header), asked.expected)
     if refusal is not None:
         raise Problem(
-            _REASONS[refusal.reason], refusal.hint, rule="see the settings of the task", who=who, phase="train"
+            _REASONS[refusal.reason],
+            refusal.hint,
+            rule="see the settings of the task",
+            who=who,
+            phase="train",
         )
     return header
 

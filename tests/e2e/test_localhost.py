@@ -13,9 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,61 +81,42 @@ class Process:
     """The server or a device, which can be killed and started again."""
 
     def __init__(self, folder: Path, name: str, *arguments: str) -> None:
-        self.folder, self.name = folder, name
-        self.command = [sys.executable, "-m", "mycelia.cli", *arguments]
-        self.log = folder / f"{name}.log"
-        self.published = threading.Semaphore(0)
-        self.out = ""
+        self.folder = folder
+        self.command = [sys.executable, "-m", "mycelia.cli", *arguments, "--format", "json"]
+        self.log, self.out = folder / f"{name}.log", folder / f"{name}.json"
+        self.log.touch()
         self.start()
 
     def start(self) -> None:
-        self.running = subprocess.Popen(
-            self.command, cwd=self.folder, env=ENVIRONMENT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        self.readers = [
-            threading.Thread(target=self._read, args=(stream, errors), daemon=True)
-            for stream, errors in ((self.running.stdout, False), (self.running.stderr, True))
-        ]
-        self.out = ""
-        for reader in self.readers:
-            reader.start()
-
-    def _read(self, stream: object, errors: bool) -> None:
-        with self.log.open("a") as log:
-            for line in stream:  # type: ignore[attr-defined]
-                log.write(line)
-                log.flush()
-                if not errors:
-                    self.out += line
-                elif '"event":"round_published"' in line:
-                    self.published.release()
+        with self.log.open("a") as log, self.out.open("w") as out:
+            self.running = subprocess.Popen(
+                self.command, cwd=self.folder, env=ENVIRONMENT, stdout=out, stderr=log
+            )
 
     def kill(self) -> None:
         self.running.send_signal(signal.SIGKILL)
         assert self.running.wait(60) == -signal.SIGKILL, self.log.read_text()
 
-    def end(self) -> int:
-        code = self.running.wait(PATIENCE_S)
-        for reader in self.readers:
-            reader.join(60)
-        return code
+    def published(self, rounds: int) -> None:
+        """Wait until the server has published so many."""
+        until = time.monotonic() + PATIENCE_S
+        while self.log.read_text().count('"event":"round_published"') < rounds:
+            assert self.running.poll() is None, self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.05)
 
 
 @contextmanager
 def federation(here: Path) -> Iterator[list[Process]]:
-    with ExitStack() as stack:
-        found = [Process(here, "server", "serve", "--config", "server.toml", "--format", "json")]
-        stack.callback(stop, found)
+    found: list[Process] = []
+    try:
+        found.append(Process(here, "server", "serve", "--config", "server.toml"))
         for number in (1, 2, 3):
-            arguments = ("client", "--config", f"client-{number}.toml", "--once", "--format", "json")
+            arguments = ("client", "--config", f"client-{number}.toml", "--once")
             found.append(Process(here, f"device-{number}", *arguments))
         yield found
-
-
-def stop(processes: list[Process]) -> None:
-    for process in processes:
-        with suppress(OSError):
+    finally:
+        for process in found:
             process.running.kill()
             process.running.wait(60)
 
@@ -143,28 +124,24 @@ def stop(processes: list[Process]) -> None:
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
 def test_server_and_devices_are_killed_in_turn(tmp_path: Path) -> None:
-    rounds = 4  # one for each of those that are killed
+    rounds = 5  # one after each of those that are killed, and the first
     here = example(tmp_path, examples=400, rounds=rounds)
     with federation(here) as processes:
-        server, *devices = processes
-        for victim in processes:
-            assert server.published.acquire(timeout=PATIENCE_S), server.log.read_text()
-            if victim.running.poll() is None:  # else the run was faster
-                victim.kill()
-                victim.start()
-        assert server.end() == 0, server.log.read_text()
-        found = json.loads(server.out)
-        assert found["rounds"] == rounds
-        assert found["accepted"] == 3 * rounds
-        assert found["secure_sum"]
-        for device in devices:
-            assert device.end() == 0, device.log.read_text()
-    models = {
-        (here / f"identity-{number}/state/model/model.safetensors").read_bytes() for number in (1, 2, 3)
-    }
+        for done, victim in enumerate(processes, 1):
+            processes[0].published(done)
+            victim.kill()
+            victim.start()
+        for process in processes:
+            assert process.running.wait(PATIENCE_S) == 0, process.log.read_text()
+        found = json.loads(processes[0].out.read_text())
+    assert found["rounds"] == rounds
+    assert found["accepted"] == 3 * rounds
+    assert found["secure_sum"]
+    states = {number: here / f"identity-{number}" / "state" for number in (1, 2, 3)}
+    models = {(state / "model" / "model.safetensors").read_bytes() for state in states.values()}
     assert len(models) == 1, "all devices get the same model"
-    for number in (1, 2, 3):
-        ledger = Ledger.load(here / f"identity-{number}/state/runs/clothes/ledgers/{number - 1}.jsonl")
+    for number, state in states.items():
+        ledger = Ledger.load(state / "runs" / "clothes" / "ledgers" / f"{number - 1}.jsonl")
         assert ledger.steps == rounds * STEPS, "what was sent twice counts once"
 
 

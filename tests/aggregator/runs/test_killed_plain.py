@@ -45,7 +45,12 @@ def facts(folder: Path) -> dict[str, Any]:
 
 
 def killed(
-    people: People, folder: Path, *kills: Kill, device: type[Dummy] = Dummy, **settings: Any
+    people: People,
+    folder: Path,
+    *kills: Kill,
+    device: type[Dummy] = Dummy,
+    new_roster: bool = False,
+    **settings: Any,
 ) -> tuple[dict[str, Any], dict[str, Any], list[Dummy]]:
     """A run whose server is killed, once for each of these, and started again at last."""
     made, port = plan(**settings), free_port()
@@ -57,6 +62,9 @@ def killed(
             for kill in kills:
                 process = start(Orders(folder, port, settings, kill))
                 assert await ended(process) == -9, kill
+            if new_roster:
+                people.world.epoch += 1
+                (folder / "keys" / "roster.bin").write_bytes(people.world.document())
             process = start(Orders(folder, port, settings))
             assert await ended(process) == 0
         return devices

@@ -55,3 +55,14 @@ def test_the_model_is_that_of_an_undisturbed_run(people: People, tmp_path: Path,
 @pytest.mark.parametrize("kill", [kill for kill in ALL if kill not in FAST], ids=_id)
 def test_any_record(people: People, tmp_path: Path, kill: Kill) -> None:
     check(*killed(people, tmp_path, kill, device=SecureDummy, **SETTINGS))
+
+
+@pytest.mark.parametrize("kind", ["SA1/SHARES", "SA1/RESULT"])
+def test_roster_renewed_while_the_server_is_away(people: People, tmp_path: Path, kind: str) -> None:
+    """A session is about the roster it began with: an open one gives way, one that ended counts."""
+    result, found, _ = killed(people, tmp_path, Kill(kind), device=SecureDummy, new_roster=True, **SETTINGS)
+    assert result["model_sha256"] == expected_secure(plan(**SETTINGS), [(1, 2, 3)] * 2)
+    assert (result["rounds"], result["accepted"], result["failed_rounds"]) == (2, 6, 0)
+    again = kind == "SA1/SHARES"
+    assert found["kinds"]["SA1/1/CONFIG"] == again
+    assert found["statuses"] == {"ACCEPTED": 6} | ({"LATE": 3} if again else {})

@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from mycelia.aggregator.leases import LEASE_S
-from mycelia.aggregator.runs.server import Places, Server, Work
 from mycelia.client.identity import DeviceIdentity
-from mycelia.engine.errors import ConfigError
 from tests.aggregator.runs.replicas import (
-    SHORT_LEASE_S,
     Replica,
     Servers,
     Trigger,
@@ -37,7 +33,6 @@ from tests.aggregator.runs.run_world import (
     plan,
     run,
     running,
-    serving,
 )
 from tests.aggregator.runs.secure_world import SecureDummy
 

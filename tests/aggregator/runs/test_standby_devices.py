@@ -19,13 +19,27 @@ from mycelia.client.identity import DeviceIdentity
 from mycelia.engine.errors import ConfigError
 from tests.aggregator.connections import device
 from tests.aggregator.runs.replicas import SHORT_LEASE_S, Servers, Wire, devices, facts, until
-from tests.aggregator.runs.run_world import PATIENT, Dummy, expected, plan, run, running
+from tests.aggregator.runs.run_world import (
+    PATIENT,
+    Dummy,
+    expected,
+    expected_secure,
+    plan,
+    run,
+    running,
+)
+from tests.aggregator.runs.secure_world import SecureDummy
 
 if TYPE_CHECKING:
     from tests.aggregator.databases import Server as Postgres
 
 pytest_plugins = ["tests.aggregator.databases"]
 pytestmark = pytest.mark.postgres
+
+SECURE: dict[str, Any] = {
+    "secure_sum": {"threat": "passive", "corrupt": 0.0, "dropout": 0.3},
+    "update": {"max_weight": 1.0},
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +76,8 @@ async def served(server: Server) -> AsyncIterator[tuple[int, asyncio.Task[Any]]]
 def test_whoever_waits_lets_no_device_stay(
     world: Servers, identities: list[DeviceIdentity], tmp_path: Path, postgres: Postgres
 ) -> None:
-    url, study = postgres.database(), plan()
+    """Devices of a secure sum work with the server that leads."""
+    url, study = postgres.database(), plan(**SECURE)
 
     async def go() -> None:
         first, second = (made(world, name, tmp_path, url, study) for name in world.named)
@@ -77,10 +92,10 @@ def test_whoever_waits_lets_no_device_stay(
                     assert (one.goodbye.reason, one.goodbye.hint) == ("NOT_LEADER", "another server leads")
                 (shown,) = second.board.snapshot()["runs"]
                 assert (shown["name"], shown["phase"], shown["state"]) == ("study", "waiting", "running")
-                known = devices(Dummy, [port, other], identities, study)
+                known = devices(SecureDummy, [port, other], identities, study)
                 async with running(known):
                     found = (await results)["study"]
-                assert found.model_sha256 == expected(study, [(1, 2, 3)] * 2)
+                assert found.model_sha256 == expected_secure(study, [(1, 2, 3)] * 2)
                 assert second.service.refused[Reason.NOT_LEADER] >= 1
 
     run(go(), 40.0)

@@ -27,9 +27,11 @@ from mycelia.aggregator.log_records import Entry
 from mycelia.aggregator.outcomes import DeviceOutcome
 from mycelia.aggregator.round_log import RoundLog
 from mycelia.aggregator.server_config import load_server_config
-from mycelia.client import link, runner, transport
+from mycelia.aggregator.wire.settings import TaskSettings
+from mycelia.client import desk, link, runner, transport
 from mycelia.client.config import load_client_config
 from mycelia.client.notices import Accepted, Notice
+from mycelia.client.training import Job
 from tests.e2e.chaos.federation import one_thread
 from tests.e2e.chaos.unruly import unruly
 
@@ -112,14 +114,20 @@ def _killing(after: int, before: bool) -> Any:
     return append_many
 
 
-def _take_part(toml: Path, log: Path, seed: int | None, once: bool) -> None:
+def _take_part(toml: Path, log: Path, seed: int | None, once: bool, slow_s: float) -> None:
     _alone(log)
     if seed is not None:
         unruly(link, transport, seed)
-    said: list[str] = []
+    if slow_s:
+        make = desk.Desk._make
+
+        def slowly(self: desk.Desk, run: str, settings: TaskSettings) -> Job:
+            time.sleep(slow_s)
+            return make(self, run, settings)
+
+        desk.Desk._make = slowly  # type: ignore[method-assign]
 
     def listen(notice: Notice) -> None:
-        said.append(type(notice).__name__)
         more = f" {notice.at}" if isinstance(notice, Accepted) else ""
         print(f"{time.time() % 1000:.3f} {type(notice).__name__}{more}: {notice}"[:400], flush=True)
 
@@ -144,9 +152,19 @@ class Processes:
         place.result.unlink(missing_ok=True)
         return self._start(_serve, place)
 
-    def take_part(self, toml: Path, log: Path, seed: int | None = None, *, once: bool = True) -> BaseProcess:
-        """A device; with a seed its frames come twice and in another order."""
-        return self._start(_take_part, toml, log, seed, once)
+    def take_part(
+        self, toml: Path, log: Path, seed: int | None = None, *, once: bool = True, slow_s: float = 0.0
+    ) -> BaseProcess:
+        """A device; with a seed its frames come twice and in another order.
+
+        Args:
+            toml: its configuration.
+            log: file that it writes to.
+            seed: see above; None: it is as it should be.
+            once: whether it ends with the run.
+            slow_s: how long it takes to build its model.
+        """
+        return self._start(_take_part, toml, log, seed, once, slow_s)
 
     def command(self, *words: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
         """`mycelia …` as people start it."""

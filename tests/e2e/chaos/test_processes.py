@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mycelia.client.backoff import Then
+from mycelia.client.diagnosis import diagnose
+from tests.aggregator.connections import World
 from tests.e2e.chaos.federation import MASKS, Federation, free_port
 from tests.e2e.chaos.processes import Processes, started
 from tests.e2e.chaos.world import Chaos
@@ -56,6 +59,31 @@ def test_all_devices_answer_in_the_end(rounds: int, processes: Processes, tmp_pa
     found = asyncio.run(chaos.run(40.0 + 40.0 * rounds))
     chaos.check(found)
     assert found["model_sha256"] == federation.undisturbed
+
+
+def test_devices_that_take_long_to_begin(processes: Processes, tmp_path: Path) -> None:
+    """What a device has begun to build is there for the next round, if this one does not wait for it."""
+    federation = Federation(tmp_path, devices=3, rounds=1, settings=PART)  # which waits 2.3 s for a Ready
+    chaos = Chaos(federation, processes, 0, unruly=False, network=False, slow_s=4.0)
+    found = asyncio.run(chaos.run(60))
+    left = chaos.check(found)
+    assert left.survivors == [(1, 2, 3)]
+    assert left.failed
+
+
+async def _goes_away(world: World) -> None:
+    async def goes_away(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with await asyncio.start_server(goes_away, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        error = await diagnose("127.0.0.1", port, world.pinned, insecure=False, said="unavailable")
+    assert error.then is Then.RETRY
+
+
+def test_a_connection_that_ends_in_the_handshake_is_tried_again() -> None:
+    """Such as over a relay whose server is being started: no matter for the operator."""
+    asyncio.run(_goes_away(World()))
 
 
 def test_nothing_stays_behind(tmp_path: Path) -> None:

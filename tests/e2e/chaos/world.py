@@ -28,6 +28,7 @@ class Chaos:
         kills: how often the server, or a device, is killed.
         every_s: mean time between two kills.
         network: whether it is bad.
+        slow_s: how long a device takes to build its model.
     """
 
     federation: Federation
@@ -37,6 +38,7 @@ class Chaos:
     kills: int = 0
     every_s: float = 1.5
     network: bool = True
+    slow_s: float = 0.0
     killed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -55,7 +57,7 @@ class Chaos:
     def start_device(self, client: int) -> None:
         seed = self.dice.randrange(2**32) if self.unruly else None
         toml = self.federation.client_toml(client)
-        self.devices[client] = self.processes.take_part(toml, self.log(client), seed)
+        self.devices[client] = self.processes.take_part(toml, self.log(client), seed, slow_s=self.slow_s)
 
     async def run(self, seconds: float) -> dict[str, Any]:
         """To its end; what the server says of it."""
