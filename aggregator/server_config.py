@@ -230,10 +230,11 @@ class ServerConfig(FederationConfig):
         privacy = self.privacy
         if privacy is None:
             return
-        if privacy.unit == "example" and privacy.sampling_rate is None and not self.run.examples:
+        if privacy.unit == "example" and not self.run.examples:
             yield (
-                "privacy.sampling_rate",
-                "missing; a server does not know how many examples there are: set it, or run.examples",
+                "run.examples",
+                "missing; noise in local steps goes by the mean number of examples, and a server does not "
+                "know how many there are",
             )
 
 

@@ -143,7 +143,8 @@ def plans_of(configs: Sequence[ServerConfig], roster: Roster) -> list[RunPlan]:
         ConfigError: settings that contradict each other.
         DataError: data that is missing or malformed.
     """
-    enrolled = {entry.client for entry in roster.clients if not roster.is_revoked(entry.client)}
+    # Those that were revoked count, or a run would be another one after a revocation.
+    enrolled = {entry.client for entry in roster.clients} | set(roster.revoked)
     plans = []
     for config in configs:
         recipe, test = recipe_of(config)
@@ -177,13 +178,8 @@ def recipe_of(config: ServerConfig) -> tuple[Recipe, Examples | None]:
 
 
 def _places(config: ServerConfig) -> Places:
-    """Where things are kept: beside the blobs, or beside the keys where these are in the database."""
-    rows = config.store.blobs == "rows"
-    own = (
-        Path(config.server.keys) / "server-state"
-        if rows
-        else Path(config.store.blobs).parent / "server-state"
-    )
+    """Where things are kept; what is one server's alone lies with its keys, since blobs may be shared."""
+    rows, own = config.store.blobs == "rows", Path(config.server.keys) / "server-state"
     return Places(
         config.store.url, None if rows else Path(config.store.blobs), own, config.payload.spool_max,
         config.payload.max,

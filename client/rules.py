@@ -80,6 +80,8 @@ class Rules:
         self._check_code(settings)
         if config is not None and self.insecure and not self._near():
             raise Refused("secure_sum", "without TLS over a network", "with TLS, or on this machine")
+        if task.work == pb.EVALUATE and self.config.policy.secure_sum == "required":
+            raise Refused("secure_sum", "the metrics of this device by themselves", "required")
         at = Position.of(task.at)
         steps, epochs = self._work(settings)
         privacy = settings.privacy

@@ -105,6 +105,8 @@ class Following:
         self._plans, self._wall = plans, wall
         self.letters = Letters(Post(store, name), blobs, self._take)
         self.leader = ""
+        self._leads = False
+        self._turn = asyncio.Lock()
         self._numbers: dict[int, int] = {}
         self._entries: dict[int, ClientEntry] = {}
         self._works: dict[Position, _Work] = {}
@@ -117,18 +119,33 @@ class Following:
 
     async def follow(self, leader: str, term: int) -> None:
         """Work for this leader from now on; all that was for an earlier one is asked for again."""
-        if (self.leader, self.letters.term) == (leader, term):
+        async with self._turn:
+            if self._leads or (self.leader, self.letters.term) == (leader, term):
+                return
+            await self._stop()
+            for run in self._plans:
+                await self._service.restart(run)
+            self._begin(leader, term)
+
+    def _begin(self, leader: str, term: int) -> None:
+        if self._leads:  # the lead was taken in the meantime
             return
-        await self.stop()
-        for run in self._plans:
-            await self._service.restart(run)
         self.leader, self.letters.term = leader, term
         self.letters.heard()
         for client in sorted(self._service.connected & self._entries.keys()):
             self._announce(client)
 
-    async def stop(self) -> None:
-        """Follow nobody."""
+    async def lead(self) -> None:
+        """This server leads, and follows nobody."""
+        self._leads = True
+        async with self._turn:
+            await self._stop()
+
+    def lost(self) -> None:
+        """It leads no more, and follows whoever does."""
+        self._leads = False
+
+    async def _stop(self) -> None:
         self.leader, self.letters.term = "", 0
         self._works.clear()
         self._reports.clear()

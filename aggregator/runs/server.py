@@ -334,7 +334,7 @@ class Server:
         """This server leads from now on: what it did for another one is asked for again."""
         if self._router.following is None or self._router.reach is None:
             return
-        await self._router.following.stop()
+        await self._router.following.lead()
         for work in self.works:
             await self.service.restart(work.plan.name)
         self._router.reach.begin(self._leading.leases[min(self._leading.leases)].fence)
@@ -374,8 +374,9 @@ class Server:
         """After the lead was lost: nothing goes on, and nobody is served."""
         for run in self._router.runs.values():
             run.stop()
-        if self._router.reach is not None:
+        if self._router.following is not None and self._router.reach is not None:
             self._router.reach.end()
+            self._router.following.lost()
         for client in self.service.connected:
             self.service.end(client, not_leader(""))
         if self._doing:
@@ -530,7 +531,7 @@ class Server:
             self._blobs.discard(each)
 
     def _store_away(self, problem: Problem) -> None:
-        log("store_away", level="error", reason=problem.reason.value, hint=problem.hint)
+        log("store_away", level="error", reason=problem.reason.value, hint=str(problem))
 
     def _show_expiries(self) -> None:
         found = expiries(self.service.roster, self.keys.operator)

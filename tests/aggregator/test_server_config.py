@@ -98,11 +98,11 @@ PRIVATE = (
 )
 
 
-def test_example_level_privacy_knows_a_rate(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sampling_rate: missing"):
-        load(tmp_path, f"{LEAST}\n{PRIVATE}")
+def test_example_level_privacy_knows_how_many_examples_there_are(tmp_path: Path) -> None:
+    for more in ([], ["privacy.sampling_rate=0.01"]):
+        with pytest.raises(ConfigError, match="run.examples: missing"):
+            load(tmp_path, f"{LEAST}\n{PRIVATE}", *more)
     assert load(tmp_path, f"{LEAST}\n{PRIVATE}", "run.examples=1000").run.examples == 1000
-    load(tmp_path, f"{LEAST}\n{PRIVATE}", "privacy.sampling_rate=0.01")
 
 
 @pytest.mark.parametrize(

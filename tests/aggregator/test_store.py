@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 pytest_plugins = ["tests.aggregator.databases"]
 
 TABLES = {
-    "blob_parts", "blobs", "clients", "leases", "outcomes", "releases", "roster", "round_log", "rounds",
+    "blob_parts", "blobs", "clients", "leases", "outcomes", "relays", "releases", "roster", "round_log", "rounds",
     "runs", "schema_version", "tokens",
 }  # fmt: skip
 HOLDER = """
