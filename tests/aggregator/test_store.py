@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 pytest_plugins = ["tests.aggregator.databases"]
 
 TABLES = {
-    "blob_parts", "blobs", "clients", "leases", "outcomes", "relays", "releases", "roster", "round_log", "rounds",
-    "runs", "schema_version", "tokens",
+    "blob_parts", "blobs", "clients", "leases", "outcomes", "relays", "releases", "roster", "round_log",
+    "rounds", "runs", "schema_version", "tokens",
 }  # fmt: skip
 HOLDER = """
 import sys
@@ -110,9 +110,18 @@ def test_a_step_that_fails_changes_nothing(url: str) -> None:
     store.close()
 
 
+def test_a_store_of_version_1_gets_what_is_missing(url: str) -> None:
+    before = Store.open(url, migrations=MIGRATIONS[:1])
+    assert set(sa.inspect(before.engine).get_table_names()) == TABLES - {"relays"}
+    before.close()
+    store = Store.open(url)
+    assert set(sa.inspect(store.engine).get_table_names()) == TABLES
+    store.close()
+
+
 def test_a_newer_version_is_refused(url: str) -> None:
     Store.open(url, migrations=[*MIGRATIONS, lambda _: None]).close()
-    with pytest.raises(ConfigError, match="newer Mycelia: version 2"):
+    with pytest.raises(ConfigError, match="newer Mycelia: version 3"):
         Store.open(url)
 
 
