@@ -198,7 +198,7 @@ def _server_plan(
     if config.weight_max is not None:
         if sizes is None:
             raise ConfigError(
-                f"privacy.weight_max = {config.weight_max:g}, and nobody knows how many examples clients have",
+                f"privacy.weight_max = {config.weight_max:g}, and sizes of clients are unknown",
                 rule="a sum with capped weights is divided by their public mean",
                 fix='leave weight_max out and set weighting = "uniform" in the algorithm',
                 who="privacy",

@@ -207,9 +207,7 @@ class Devices:
         data, signature = header.sign(keys.keys[0].identity)
         transport.send_payload(
             payload,
-            payload.offer(
-                pb.UPDATE, at, schema_sha256=offer.schema_sha256, header=data, signature=signature
-            ),
+            payload.offer(pb.UPDATE, at, schema_sha256=offer.schema_sha256, header=data, signature=signature),
         )
 
 
@@ -270,11 +268,13 @@ def plan(case: Case) -> Any:
     from mycelia.engine.recipe import Recipe
 
     example = (torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64))
-    recipe = Recipe(f"{__name__ if __name__ != '__main__' else 'server'}:flat", {"size": case.parameters}, "cross-entropy", (1,), 2, example)
+    model = "server:flat"  # this file, by the name that every process imports it by
+    recipe = Recipe(model, {"size": case.parameters}, "cross-entropy", (1,), 2, example)
     config = load_config(
         FederationConfig,
         {
-            "model": "mlp", "data": "none", "algorithm": "fedavg", "rounds": case.rounds, "cohort": case.cohort,
+            "model": "mlp", "data": "none", "algorithm": "fedavg",
+            "rounds": case.rounds, "cohort": case.cohort,
             "round": {"budget_s": case.budget_s, "quorum": 0.5}, "update": {"max_weight": 4.0},
             "evaluation": {"clients": 0, "every": 0},
         },
@@ -325,6 +325,7 @@ async def serve(case: Case, made: Any, world: World, folder: Path) -> dict[str, 
         told(run, round, **more)
 
     server.board.round_ended = ended  # type: ignore[method-assign]
+    everybody = await server.floor.wait_until(lambda: len(server.floor.here) >= case.devices, 300.0)
     results = await server.run()
     said: dict[str, Any] = {}
     while "over" not in said:
@@ -339,6 +340,7 @@ async def serve(case: Case, made: Any, world: World, folder: Path) -> dict[str, 
     steady = rounds[1:] or rounds
     return {
         "devices": case.devices,
+        "all_connected": everybody,
         "cohort": case.cohort,
         "update_bytes": 4 * case.parameters,
         "rounds": results["load"].rounds,

@@ -100,7 +100,7 @@ PRIVATE = (
 
 def test_example_level_privacy_knows_how_many_examples_there_are(tmp_path: Path) -> None:
     for more in ([], ["privacy.sampling_rate=0.01"]):
-        with pytest.raises(ConfigError, match="run.examples: missing"):
+        with pytest.raises(ConfigError, match=r"run\.examples: missing"):
             load(tmp_path, f"{LEAST}\n{PRIVATE}", *more)
     assert load(tmp_path, f"{LEAST}\n{PRIVATE}", "run.examples=1000").run.examples == 1000
 

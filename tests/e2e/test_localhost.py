@@ -121,6 +121,7 @@ def federation(here: Path) -> Iterator[list[Process]]:
             process.running.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
 def test_server_and_devices_are_killed_in_turn(tmp_path: Path) -> None:
