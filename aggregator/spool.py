@@ -26,7 +26,7 @@ from mycelia.engine.durable import hold
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.secagg.canonical import struct
 
-__all__ = ["OPEN", "POOLED", "POOL_BYTES", "Reply", "Spool", "Spooled"]
+__all__ = ["OPEN", "POOLED", "POOL_BYTES", "UNDER_WAY", "Reply", "Spool", "Spooled"]
 
 POOLED: Final = 2**20
 """The largest payload that is put together in memory."""
@@ -34,6 +34,9 @@ POOL_BYTES: Final = 2**26
 """Memory for all of these, 64 MiB."""
 OPEN: Final = 4
 """The most payloads that one client may have on their way."""
+UNDER_WAY: Final = 64
+"""Chunks that all senders of large payloads together may have under way, but for one each: what comes faster
+than it is put together lies in memory."""
 
 _SUFFIX: Final = ".part"
 _LOCK: Final = ".lock"
@@ -362,8 +365,18 @@ class Spool:
                 self.disk_used += known
             return False
         self.disk_used += size
-        slot.incoming = Incoming(slot.manifest, slot.sink, stall_s=self._stall, recover=known == size)
+        slot.incoming = Incoming(
+            slot.manifest, slot.sink, stall_s=self._stall, recover=known == size, credit=self._credit
+        )
         return True
+
+    def _credit(self) -> int:
+        """Chunks that one of the large payloads may have under way."""
+        running = sum(
+            slot.incoming is not None and slot.spooled is None and isinstance(slot.sink, FileSink)
+            for slot in self._slots.values()
+        )
+        return max(1, UNDER_WAY // max(1, running))
 
     def _drop(self, key: _Key) -> None:
         """Forget a payload, its bytes included."""

@@ -14,7 +14,7 @@ a chunk in memory; times are seconds on any clock that does not run backwards.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from typing import Final, Protocol
 
@@ -116,6 +116,8 @@ class Incoming:
         sink: where the payload is put together.
         stall_s: seconds in which what was asked for has to come.
         recover: look in the sink for chunks that are there already, as after a restart.
+        credit: how many chunks may be under way now, from 1; asked each time. By default `CREDIT`, and never
+            more.
 
     Attributes:
         manifest: as given.
@@ -123,9 +125,17 @@ class Incoming:
         received: bytes of the chunks that were kept.
     """
 
-    def __init__(self, manifest: Manifest, sink: Sink, *, stall_s: float, recover: bool = False) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        sink: Sink,
+        *,
+        stall_s: float,
+        recover: bool = False,
+        credit: Callable[[], int] = lambda: CREDIT,
+    ) -> None:
         self.manifest, self.complete, self.received = manifest, False, 0
-        self._sink, self._stall = sink, stall_s
+        self._sink, self._stall, self._credit = sink, stall_s, credit
         self._held = bytearray(manifest.count)
         self._missing = manifest.count
         self._bad = bytearray(manifest.count)
@@ -161,10 +171,11 @@ class Incoming:
         if not self._missing:
             self._finish()
             return self._want([])
-        if 2 * len(self._outstanding) > CREDIT:
+        credit = min(CREDIT, self._credit())
+        if 2 * len(self._outstanding) > credit:
             return None
         asked: list[int] = []
-        while len(self._outstanding) < CREDIT and (index := self._pick()) is not None:
+        while len(self._outstanding) < credit and (index := self._pick()) is not None:
             self._outstanding.add(index)
             asked.append(index)
         if not asked:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycelia.aggregator.spool import OPEN, POOLED, Spool, Spooled
+from mycelia.aggregator.spool import OPEN, POOLED, UNDER_WAY, Spool, Spooled
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.frames import Problem, Reason
 from mycelia.aggregator.wire.offers import LEAST_CHUNK, Payload
@@ -356,3 +356,25 @@ def test_whatever_happens_the_books_are_right(
     spool.forget("study", 6)
     assert (spool.pool_used, spool.disk_used, files(spool)) == (0, 0, [])
     spool.close()
+
+
+def test_many_senders_share_the_credit(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", quota=200 * LARGE, stall_s=STALL)
+    devices = [Device(client, LARGE) for client in range(1, 101)]
+    assert devices[0].offer(spool)
+    assert len(devices[0].outgoing) == 8  # alone, it has all that a transfer can have
+    for device in devices[1:]:
+        assert device.offer(spool)
+    done: list[Spooled] = []
+    for turn in range(100):  # a chunk of each in turn
+        done += [payload for device in devices if (payload := device.send(spool, 1)) is not None]
+        under_way = sum(len(device.outgoing) for device in devices)
+        if turn >= 8:  # those who came before the others had more at first
+            assert under_way <= UNDER_WAY
+    assert len(done) == len(devices)
+    late = [Device(client, LARGE) for client in range(201, 301)]
+    for device in late:
+        assert device.offer(spool)
+    for device in late[50:]:
+        device.send(spool, 1)
+    assert sum(len(device.outgoing) for device in late[50:]) <= len(late[50:])
