@@ -65,7 +65,9 @@ def test_devices_measure_the_model(people: People, tmp_path: Path) -> None:
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("when", ["before-an-update", "before-the-merge"])
+@pytest.mark.parametrize(
+    "when", ["before-an-update", pytest.param("before-the-merge", marks=pytest.mark.slow)]
+)
 def test_database_away_and_back(people: People, tmp_path: Path, postgres: Postgres, when: str) -> None:
     """Nobody is told of it, and nothing is lost or counted twice."""
     made, gate = plan(rounds=2), asyncio.Event()
