@@ -293,6 +293,7 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # aborted connections are closed at the next turn of the loop
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -301,7 +302,7 @@ class Proxy:
         self._tasks.add(task)
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             writer.transport.abort()
             return
         pair = {writer, far_writer}

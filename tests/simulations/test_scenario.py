@@ -25,7 +25,7 @@ def refused(*overrides: str) -> str:
 
 
 def test_the_built_in_scenarios() -> None:
-    assert scenario_names() == ["dp", "dp-ftrl", "fashion", "personalised", "quickstart", "secure"]
+    assert scenario_names() == ["demo", "dp", "dp-ftrl", "fashion", "personalised", "quickstart", "secure"]
     for name in scenario_names():
         scenario = load_scenario(name)
         assert scenario.conflicts() is not None

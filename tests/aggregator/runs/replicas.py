@@ -284,23 +284,23 @@ class Wire:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # aborted connections are closed at the next turn of the loop
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        await self.open.wait()
-        far_reader, far_writer = await asyncio.open_unix_connection(self._far)
-        both = [self._pipe(reader, far_writer), self._pipe(far_reader, writer)]
-        pipes = [asyncio.create_task(each) for each in both]
+        writers = [writer]
         try:
-            await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
+            await self.open.wait()
+            far_reader, far_writer = await asyncio.open_unix_connection(self._far)
+            writers.append(far_writer)
+            async with asyncio.TaskGroup() as pipes:
+                pipes.create_task(self._pipe(reader, far_writer))
+                pipes.create_task(self._pipe(far_reader, writer))
         finally:
-            for pipe in pipes:
-                pipe.cancel()
-            await asyncio.gather(*pipes, return_exceptions=True)
-            writer.transport.abort()
-            far_writer.transport.abort()
+            for each in writers:
+                each.transport.abort()
 
     async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -308,3 +308,4 @@ class Wire:
                 await self.open.wait()
                 writer.write(data)
                 await writer.drain()
+        writer.transport.abort()  # which ends the other direction
