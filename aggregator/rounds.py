@@ -32,7 +32,7 @@ from mycelia.aggregator.effects import (
 from mycelia.aggregator.updates import ClientId, Expected, Reason, Refusal, UpdateMeta, check_update
 from mycelia.engine.errors import ProtocolError
 
-__all__ = ["Round", "asked_for", "candidates_for", "quorum_for"]
+__all__ = ["Round", "asked_for", "candidates_for", "most_updates", "quorum_for"]
 
 _KEPT_REFUSALS = 1000  # a client that repeats itself must not fill the memory
 _ROUNDING = 1e-9  # 1.1 × 10 is a little more than 11 in floating point
@@ -51,6 +51,19 @@ def candidates_for(k: int, config: RoundConfig) -> int:
 def quorum_for(k: int, config: RoundConfig) -> int:
     """The fewest updates that make a round of k: the quorum's share of k, rounded up, at least 1."""
     return max(1, math.ceil(k * config.quorum - _ROUNDING)) if k else 0
+
+
+def most_updates(k: int, clients: int, config: RoundConfig, fixed_size: bool) -> int:
+    """The most updates in one sum of rounds of k.
+
+    Args:
+        k: clients of a round.
+        clients: how many there are.
+        config: of the rounds.
+        fixed_size: whether the selector draws k; under Poisson a round may, however unlikely, draw everybody.
+    """
+    asked = asked_for(k, config) if fixed_size else clients
+    return asked * 2 if config.stragglers == "next_round" else asked
 
 
 class _Slot:

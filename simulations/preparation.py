@@ -17,7 +17,7 @@ import torch
 from mycelia.aggregator import selectors
 from mycelia.aggregator.noise_shares import SharePlan
 from mycelia.aggregator.private_plans import ServerPlan, plan_privacy
-from mycelia.aggregator.rounds import asked_for
+from mycelia.aggregator.rounds import most_updates
 from mycelia.aggregator.secure_plans import SecurePlan, plan_secure_sum
 from mycelia.aggregator.selectors import Selector
 from mycelia.engine.algorithms import Algorithm
@@ -172,7 +172,7 @@ def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
         package=package,
         form=SumFormat.plan(
             specs, max_weight,
-            _most_updates(scenario, selector, cohort, partition.clients),
+            most_updates(cohort, partition.clients, scenario.round, selector.fixed_size),
         ),
         privacy=privacy,
         secure=secure,
@@ -191,7 +191,8 @@ def open_backend(prepared: Prepared, run_path: Path, guard: Guard | None = None)
     """
     scenario, dataset, partition = prepared.scenario, prepared.dataset, prepared.partition
     program, algorithm = prepared.program, prepared.algorithm
-    most = _most_updates(scenario, prepared.selector, prepared.cohort, partition.clients)
+    fixed = prepared.selector.fixed_size
+    most = most_updates(prepared.cohort, partition.clients, scenario.round, fixed)
     arrays = (dataset.train.inputs, dataset.train.targets, dataset.test.inputs, dataset.test.targets)
     updates = 0 if prepared.secure is None else most * prepared.secure.shape.nbytes
     folder = shared_folder(sum(array.nbytes for array in arrays) + updates, run_path)
@@ -262,12 +263,6 @@ def _plan(
     if plan.name == "interpreter":
         return plan, None
     return plan, package_of(program, algorithm.adjust(program), example)
-
-
-def _most_updates(scenario: Scenario, selector: Selector, cohort: int, clients: int) -> int:
-    """The most updates in one sum. Under Poisson a round may, however unlikely, draw everybody."""
-    asked = asked_for(cohort, scenario.round) if selector.fixed_size else clients
-    return asked * 2 if scenario.round.stragglers == "next_round" else asked
 
 
 def _terms(

@@ -164,39 +164,46 @@ class _Simulation:
             guard = open_guard(prepared.privacy, prepared.form, self.run.path, scenario.seed, checkpoint)
             self.guard = guard
         with open_backend(prepared, self.run.path, guard) as backend:
-            federation = Federation(
-                program=prepared.program,
-                algorithm=prepared.algorithm,
-                backend=backend,
-                partition=prepared.partition,
-                selector=prepared.selector,
-                behaviour=prepared.behaviour,
-                config=scenario.round,
-                cohort=prepared.cohort,
-                seed=scenario.seed,
-                max_weight=prepared.max_weight,
-                steps=prepared.work.step_count,
-                progress=self._progress,
-                pipeline=prepared.pipeline(guard),
-                participation=None if guard is None else guard.participation,
-                selection_seed=None if guard is None else guard.selection_seed,
-                release=None if guard is None else guard.release,
-                secure=self._secure_rounds(prepared, guard),
-            )
-            if checkpoint is None:
-                self._log_start(prepared)
-                self._save(federation)  # so that even the first round can be interrupted
-            else:
-                self._restore(federation, checkpoint)
-            startup = time.perf_counter() - self.began
-            while self.number < scenario.rounds:
-                if guard is not None:
-                    needed = quorum_for(prepared.cohort, scenario.round)
-                    self.stopped_by = guard.stop(self.number, prepared.partition.clients, needed)
-                if self.stopped_by:
-                    break
-                self._round(federation, backend)
-            return self._finish(federation, backend, prepared.partition, startup)
+            return self._all_rounds(prepared, backend, guard, checkpoint)
+
+    def _all_rounds(
+        self, prepared: Prepared, backend: Backend, guard: Guard | None, checkpoint: Checkpoint | None
+    ) -> SimulationResult:
+        """From the first round, or where the checkpoint stands, to the end."""
+        scenario = self.scenario
+        federation = Federation(
+            program=prepared.program,
+            algorithm=prepared.algorithm,
+            backend=backend,
+            partition=prepared.partition,
+            selector=prepared.selector,
+            behaviour=prepared.behaviour,
+            config=scenario.round,
+            cohort=prepared.cohort,
+            seed=scenario.seed,
+            max_weight=prepared.max_weight,
+            steps=prepared.work.step_count,
+            progress=self._progress,
+            pipeline=prepared.pipeline(guard),
+            participation=None if guard is None else guard.participation,
+            selection_seed=None if guard is None else guard.selection_seed,
+            release=None if guard is None else guard.release,
+            secure=self._secure_rounds(prepared, guard),
+        )
+        if checkpoint is None:
+            self._log_start(prepared)
+            self._save(federation)  # so that even the first round can be interrupted
+        else:
+            self._restore(federation, checkpoint)
+        startup = time.perf_counter() - self.began
+        while self.number < scenario.rounds:
+            if guard is not None:
+                needed = quorum_for(prepared.cohort, scenario.round)
+                self.stopped_by = guard.stop(self.number, prepared.partition.clients, needed)
+            if self.stopped_by:
+                break
+            self._round(federation, backend)
+        return self._finish(federation, backend, prepared.partition, startup)
 
     def _secure_rounds(self, prepared: Prepared, guard: Guard | None) -> SecureRounds | None:
         """What makes the sums, where they are secure."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -13,10 +12,10 @@ from mycelia.aggregator import selectors
 from mycelia.aggregator.config import FederationConfig
 from mycelia.aggregator.noise_shares import SharePlan
 from mycelia.aggregator.private_plans import ServerPlan, plan_privacy
-from mycelia.aggregator.rounds import asked_for
+from mycelia.aggregator.rounds import most_updates
 from mycelia.aggregator.secure_plans import SecurePlan, plan_secure_sum
 from mycelia.aggregator.selectors import Selector
-from mycelia.aggregator.wire.settings import TaskSettings, message_entries
+from mycelia.aggregator.wire.settings import TaskSettings
 from mycelia.aggregator.wire.updates_form import UpdateEntries, term_specs, update_entries
 from mycelia.engine.algorithms import Algorithm, ServerState
 from mycelia.engine.algorithms import build as build_algorithm
@@ -30,7 +29,6 @@ from mycelia.engine.schema import Entry, Role
 from mycelia.engine.sums import SumFormat, TermSpec
 from mycelia.engine.types import Tensors
 from mycelia.privacy.client_plans import ClientPlan
-from mycelia.privacy.pipeline import Pipeline
 from mycelia.privacy.secagg.config import NoiseConfig
 
 __all__ = ["Population", "RunPlan", "plan_run"]
@@ -104,10 +102,6 @@ class RunPlan:
     def message(self, state: ServerState, public: Tensors) -> dict[str, torch.Tensor]:
         """What devices get beside the model, by name."""
         return {**self.algorithm.message_extra(state), **public}
-
-    def message_schema(self, extra: Mapping[str, torch.Tensor]) -> tuple[Entry, ...]:
-        """The tensors of the payload MESSAGE."""
-        return message_entries(extra)
 
     @property
     def most_steps(self) -> int:
@@ -195,7 +189,11 @@ def plan_run(
         work=work,
         selector=selector,
         max_weight=max_weight,
-        form=SumFormat.plan(specs(), max_weight, _most_updates(config, selector, population.clients)),
+        form=SumFormat.plan(
+            specs(),
+            max_weight,
+            most_updates(config.cohort, population.clients, config.round, selector.fixed_size),
+        ),
         privacy=privacy,
         secure=secure,
         settings=settings,
@@ -203,11 +201,6 @@ def plan_run(
         test=test,
         classes=recipe.classes,
     )
-
-
-def server_pipeline(plan: RunPlan, before: Pipeline) -> Pipeline:
-    """What is done to a sum: the stages of the privacy plan, with those of a secure sum in their places."""
-    return before if plan.secure is None else plan.secure.pipeline(before)
 
 
 def _settings(config: FederationConfig, loss: str, population: Population, max_weight: float) -> TaskSettings:
@@ -230,12 +223,6 @@ def _max_weight(config: FederationConfig, population: Population) -> float:
     if config.privacy is not None:
         return config.privacy.weight_max or 1.0
     return config.update.max_weight or float(population.max_examples)
-
-
-def _most_updates(config: FederationConfig, selector: Selector, clients: int) -> int:
-    """The most updates in one sum. Under Poisson a round may, however unlikely, draw everybody."""
-    asked = asked_for(config.cohort, config.round) if selector.fixed_size else clients
-    return asked * 2 if config.round.stragglers == "next_round" else asked
 
 
 def _check_deployed(config: FederationConfig, population: Population) -> None:

@@ -164,7 +164,7 @@ class Reach:
         self._board.connected(client, name)
         log("connected", client=client, hint=f"at {letter.server}")
         for run in self._runs.values():
-            run.connected(client, key, name)
+            run.connected(client, key)
         self._floor.came(client)
 
     def _lost(self, client: int, problem: Problem | None) -> None:

@@ -63,7 +63,7 @@ class Router:
         if self.following is not None and self.reach is not None:
             self.reach.here(client, await self.following.came(client, entry))
         for run in self.runs.values():
-            run.connected(client, entry.identity_key, entry.name)
+            run.connected(client, entry.identity_key)
         self._floor.came(client)
 
     async def frame(self, client: int, frame: pb.ClientFrame) -> None:

@@ -47,6 +47,7 @@ from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.problems import clipped
 from mycelia.aggregator.wire.settings import place_of
 from mycelia.engine import events
+from mycelia.engine.data import Examples
 from mycelia.engine.errors import BudgetExceeded, RoundAborted
 from mycelia.engine.evaluation import measure
 from mycelia.engine.run import Run as Folder
@@ -120,7 +121,6 @@ class FederatedRun:
         self._privacy, self._identity, self._plan = privacy, identity, context.plan
         self._log = context.writer.log
         self._keys: dict[int, bytes] = {}
-        self._names: dict[int, str] = {}
         self._gathering: Gathering | None = None
         self._suspects = Suspects()
         self._extra: Payload | None = None
@@ -138,9 +138,9 @@ class FederatedRun:
         """What there is of a device's work."""
         return [] if self._gathering is None else self._gathering.held(client)
 
-    def connected(self, client: int, identity_key: bytes, name: str) -> None:
+    def connected(self, client: int, identity_key: bytes) -> None:
         """A device is here."""
-        self._keys[client], self._names[client] = identity_key, name
+        self._keys[client] = identity_key
         if client in self._said:  # it may not have heard it
             self.context.service.push(client, pb.ServerFrame(outcome=self._said[client]))
         if self._gathering is not None:
@@ -256,7 +256,7 @@ class FederatedRun:
         else:
             public = self._privacy.pipeline.begin()
             self.current = first_state(program, algorithm.start(program), public, self.context.blobs)
-        self._extra = message_payload(self._plan, self._plan.message(self.current.state, self.current.public))
+        self._extra = message_payload(self._plan.message(self.current.state, self.current.public))
 
     def _may_try_again(self) -> bool:
         last = [entry for entry in self._log.entries() if isinstance(entry, Failed)]
@@ -474,7 +474,7 @@ class FederatedRun:
     async def _adopt(self, new: Current, number: int, gathering: Gathering | None) -> None:
         """The new model is the run's. The old one's file is let go by whoever reads it last."""
         old, self.current, self._number = self.current, new, number + 1
-        self._extra = message_payload(self._plan, self._plan.message(new.state, new.public))
+        self._extra = message_payload(self._plan.message(new.state, new.public))
         await self.context.service.forget(self.context.name, number, self._log.order.attempt + 1)
         spent = [old.model_sha256, old.state_sha256, *(gathering.blobs if gathering else ())]
         await asyncio.to_thread(self.context.discard, spent)
@@ -635,11 +635,7 @@ class FederatedRun:
             return
         name = self.context.name
         if self._plan.test is not None:
-            found = await asyncio.to_thread(
-                measure, self._plan.program, self.current.state.vector, self.current.state.buffers,
-                self._plan.test, self._plan.classes,
-            )  # fmt: skip
-            self._metrics = found.result()
+            await self._measure(self._plan.test)
             self.folder.log(events.Evaluation(metrics=self._metrics, round=number + 1))
             self.context.board.evaluation(name, number + 1, self._metrics)
         if evaluation.clients and self._plan.secure is None:
@@ -678,6 +674,8 @@ class FederatedRun:
         """Give the model to the devices, and say what the run came to."""
         name, current = self.context.name, self.current
         await self._deliver()
+        if not self._metrics and self._plan.test is not None:  # it was over before this server began
+            await self._measure(self._plan.test)
         counters = current.counters
         result = RunResult(
             rounds=self._number,
@@ -695,8 +693,6 @@ class FederatedRun:
             model_sha256=current.values_sha256(self._plan.program),
             run_dir=str(self.folder.path),
         )
-        if not self._metrics and self._plan.test is not None:
-            result = await self._measured(result)
         state = current.state
         tensors = {"vector": state.vector.clone()} | {f"buffer/{n}": t for n, t in state.buffers.items()}
         self.folder.save_checkpoint(self._number, tensors, {"schema": self._plan.program.schema.sha256})
@@ -705,16 +701,13 @@ class FederatedRun:
         log("run_finished", run=name, round=self._number, hint=result.model_sha256)
         return result
 
-    async def _measured(self, result: RunResult) -> RunResult:
-        """A run that was over before this server measured anything."""
-        if self._plan.test is None:
-            return result
+    async def _measure(self, test: Examples) -> None:
+        """The newest model on the server's own data."""
+        plan, state = self._plan, self.current.state
         found = await asyncio.to_thread(
-            measure, self._plan.program, self.current.state.vector, self.current.state.buffers,
-            self._plan.test, self._plan.classes,
-        )  # fmt: skip
-        metrics = found.result()
-        return replace(result, test_accuracy=metrics.get("accuracy"), test_loss=metrics.get("loss"))
+            measure, plan.program, state.vector, state.buffers, test, plan.classes
+        )
+        self._metrics = found.result()
 
     async def _deliver(self) -> None:
         """The final model, to those who are here; they end with it."""

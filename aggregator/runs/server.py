@@ -465,7 +465,7 @@ class Server:
         """Those who came before the run was there."""
         for client in self.floor.here:
             entry = self.service.roster.entry(client, int(self.wall()))
-            run.connected(client, entry.identity_key, entry.name)
+            run.connected(client, entry.identity_key)
         self.floor.stir()
 
     def _made(self, work: Work, lease: Lease) -> FederatedRun:

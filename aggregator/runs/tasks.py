@@ -9,13 +9,13 @@ from typing import Final
 import torch
 
 from mycelia.aggregator.runs.context import Context
-from mycelia.aggregator.runs.plans import RunPlan
 from mycelia.aggregator.runs.state import Current
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.frames import MAX_CHUNK
 from mycelia.aggregator.wire.offers import Payload
 from mycelia.aggregator.wire.payload import write_tensors
 from mycelia.aggregator.wire.position import Position
+from mycelia.aggregator.wire.settings import message_entries
 from mycelia.engine.schema import Schema
 
 __all__ = ["Assignment", "envelope_frame", "message_payload", "off_loop"]
@@ -23,11 +23,11 @@ __all__ = ["Assignment", "envelope_frame", "message_payload", "off_loop"]
 _NOTICED: Final = 2**18  # bytes
 
 
-def message_payload(plan: RunPlan, extra: Mapping[str, torch.Tensor]) -> Payload | None:
+def message_payload(extra: Mapping[str, torch.Tensor]) -> Payload | None:
     """The payload MESSAGE; None if there is nothing beside the model."""
     if not extra:
         return None
-    return Payload(b"".join(write_tensors(extra, Schema(()), (), plan.message_schema(extra))))
+    return Payload(b"".join(write_tensors(extra, Schema(()), (), message_entries(extra))))
 
 
 class Assignment:

@@ -5,19 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from struct import Struct
 from typing import ClassVar, Final, Self
 
 from mycelia.aggregator.wire.frames import Problem, Reason
+from mycelia.aggregator.wire.numbers import named_numbers, read_numbers
 from mycelia.aggregator.wire.position import Position
-from mycelia.privacy.secagg.canonical import (
-    HEAD_BYTES,
-    INTEGER_BYTES,
-    Field,
-    Reader,
-    SecureSumError,
-    struct,
-)
+from mycelia.privacy.secagg.canonical import Reader, SecureSumError, struct
 from mycelia.privacy.secagg.keys import Identity, verify_bytes
 
 __all__ = ["MAX_REPORT_BYTES", "MetricsReport"]
@@ -25,8 +18,6 @@ __all__ = ["MAX_REPORT_BYTES", "MetricsReport"]
 MAX_REPORT_BYTES: Final = 2**14
 
 _MOST: Final = 64
-_FLOAT: Final = Struct(">d")
-_BITS: Final = Struct(">Q")
 
 
 @dataclass(frozen=True)
@@ -51,11 +42,8 @@ class MetricsReport:
 
     def encode(self) -> bytes:
         """Canonical bytes."""
-        numbers: list[Field] = [[name, _to_bits(value)] for name, value in sorted(self.values.items())]
-        return struct(
-            self.TAG, self.client, *self.at, self.model_sha256, self.examples,
-            numbers,
-        )  # fmt: skip
+        values = named_numbers(dict(sorted(self.values.items())))
+        return struct(self.TAG, self.client, *self.at, self.model_sha256, self.examples, values)
 
     def sign(self, identity: Identity) -> tuple[bytes, bytes]:
         """The payload, and the signature that its offer has."""
@@ -84,15 +72,7 @@ class MetricsReport:
             sender = reader.integer()
             found = Position(reader.text(), reader.integer(), reader.integer())
             model, examples = reader.hash(), reader.integer()
-            values: dict[str, float] = {}
-            count = reader.count(_MOST, 2 * HEAD_BYTES + INTEGER_BYTES)
-            for _ in range(count):
-                if reader.count(2, 0) != 2:
-                    raise reader.error("a number without its name")
-                name = reader.text()
-                (values[name],) = _FLOAT.unpack(_BITS.pack(reader.integer()))
-            if len(values) != count:
-                raise reader.error("a name that stands twice")
+            values = read_numbers(reader, _MOST)
             reader.end()
         except SecureSumError as error:
             raise _bad(error.found, error.rule, client) from error
@@ -108,12 +88,6 @@ class MetricsReport:
 
 def _signed(data: bytes) -> bytes:
     return struct("FED1/metrics/sig", data)
-
-
-def _to_bits(value: float) -> int:
-    bits: int
-    (bits,) = _BITS.unpack(_FLOAT.pack(value))
-    return bits
 
 
 def _bad(found: str, rule: str, client: int) -> Problem:

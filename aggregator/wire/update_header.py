@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from struct import Struct
 from typing import ClassVar, Final, Self
 
 from mycelia.aggregator.wire.frames import Problem, Reason
+from mycelia.aggregator.wire.numbers import named_numbers, read_numbers
 from mycelia.aggregator.wire.position import Position
-from mycelia.privacy.secagg.canonical import HEAD_BYTES, INTEGER_BYTES, Reader, SecureSumError, struct
+from mycelia.privacy.secagg.canonical import Reader, SecureSumError, struct
 from mycelia.privacy.secagg.keys import Identity, verify_bytes
 
 __all__ = ["MAX_HEADER_BYTES", "MAX_NUMBERS", "UpdateHeader"]
@@ -18,9 +18,6 @@ __all__ = ["MAX_HEADER_BYTES", "MAX_NUMBERS", "UpdateHeader"]
 MAX_HEADER_BYTES: Final = 2**14
 MAX_NUMBERS: Final = 32
 """Weights, and metrics, of one update."""
-
-_FLOAT: Final = Struct(">d")
-_BITS: Final = Struct(">Q")
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,8 @@ class UpdateHeader:
             self.at.attempt,
             self.sha256,
             self.model_sha256,
-            [[name, _to_bits(value)] for name, value in self.weights.items()],
-            [[name, _to_bits(value)] for name, value in self.metrics.items()],
+            named_numbers(self.weights),
+            named_numbers(self.metrics),
             self.examples,
             self.steps,
         )
@@ -101,7 +98,7 @@ class UpdateHeader:
             client = reader.integer()
             at = Position(reader.text(), reader.integer(), reader.integer())
             hashes = reader.hash(), reader.hash()
-            weights, metrics = _numbers(reader), _numbers(reader)
+            weights, metrics = read_numbers(reader, MAX_NUMBERS), read_numbers(reader, MAX_NUMBERS)
             header = cls(client, at, *hashes, weights, metrics, reader.integer(), reader.integer())
             reader.end()
         except SecureSumError as error:
@@ -162,26 +159,6 @@ class UpdateHeader:
 
 def _signed(data: bytes) -> bytes:
     return struct("FED1/update/sig", data)
-
-
-def _to_bits(value: float) -> int:
-    bits: int
-    (bits,) = _BITS.unpack(_FLOAT.pack(value))
-    return bits
-
-
-def _numbers(reader: Reader) -> dict[str, float]:
-    """Names and numbers, each name once."""
-    count = reader.count(MAX_NUMBERS, 2 * HEAD_BYTES + INTEGER_BYTES)
-    numbers: dict[str, float] = {}
-    for _ in range(count):
-        if reader.count(2, 0) != 2:
-            raise reader.error("a number without its name")
-        name = reader.text()
-        (numbers[name],) = _FLOAT.unpack(_BITS.pack(reader.integer()))
-    if len(numbers) != count:
-        raise reader.error("a name that stands twice")
-    return numbers
 
 
 def _who(client: int) -> str:

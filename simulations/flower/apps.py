@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from flwr.serverapp import Grid, ServerApp
 
 from mycelia.aggregator.effects import Abort
 from mycelia.aggregator.private_plans import ServerPlan
-from mycelia.aggregator.rounds import quorum_for
 from mycelia.engine.checkpoint import Checkpoint
 from mycelia.engine.config import load_config, to_toml
 from mycelia.engine.errors import ConfigError, MyceliaError
 from mycelia.engine.events import Listener
 from mycelia.engine.plugins import import_extra
 from mycelia.engine.run import Run
-from mycelia.simulations.federation import Federation
 from mycelia.simulations.flower import device
 from mycelia.simulations.flower.backend import FlowerNodes
 from mycelia.simulations.guard import open_guard
@@ -201,35 +198,7 @@ class _Sitting(_Simulation):
             self.guard = guard
         self._nodes = FlowerNodes(prepared, self._grid, device.digest(self._text), scenario.round.budget_s)
         with self._nodes as backend:
-            federation = Federation(
-                program=prepared.program,
-                algorithm=prepared.algorithm,
-                backend=backend,
-                partition=prepared.partition,
-                selector=prepared.selector,
-                behaviour=prepared.behaviour,
-                config=scenario.round,
-                cohort=prepared.cohort,
-                seed=scenario.seed,
-                max_weight=prepared.max_weight,
-                steps=prepared.work.step_count,
-                progress=self._progress,
-                pipeline=prepared.pipeline(guard),
-                participation=None if guard is None else guard.participation,
-                selection_seed=None if guard is None else guard.selection_seed,
-                release=None if guard is None else guard.release,
-            )
-            self._log_start(prepared)
-            self._save(federation)
-            startup = time.perf_counter() - self.began
-            while self.number < scenario.rounds:
-                if guard is not None:
-                    needed = quorum_for(prepared.cohort, scenario.round)
-                    self.stopped_by = guard.stop(self.number, prepared.partition.clients, needed)
-                if self.stopped_by:
-                    break
-                self._round(federation, backend)
-            return self._finish(federation, backend, prepared.partition, startup)
+            return self._all_rounds(prepared, backend, guard, checkpoint)
 
     def _failed(self, aborted: Abort) -> None:
         if self._nodes is not None:

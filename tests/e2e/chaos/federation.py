@@ -14,7 +14,7 @@ import torch
 
 from mycelia.aggregator.identity import IDENTITY_KEY, OPERATOR, TLS_CERTIFICATE, TLS_KEY
 from mycelia.aggregator.merging import merge
-from mycelia.aggregator.runs.plans import RunPlan, server_pipeline
+from mycelia.aggregator.runs.plans import RunPlan
 from mycelia.aggregator.server_config import load_server_config
 from mycelia.aggregator.serving import plans_of
 from mycelia.aggregator.wire.settings import TaskSettings, rounding_stream
@@ -175,7 +175,7 @@ class Federation:
         """
         plan = self.plan
         state = plan.algorithm.start(plan.program)
-        pipeline = server_pipeline(plan, Pipeline())
+        pipeline = Pipeline() if plan.secure is None else plan.secure.pipeline(Pipeline())
         for number, clients in enumerate(survivors):
             ids = sorted(clients)
             if not ids:
