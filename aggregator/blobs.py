@@ -85,13 +85,11 @@ class Blobs:
         """
         digest, size = sha256(), 0
         try:
-            handle, name = mkstemp(prefix=_TEMPORARY, dir=self.folder)
+            handle, temporary = _begun(self.folder)
         except OSError as error:
             raise _unwritable(self.folder, error) from error
-        temporary = Path(name)
         try:
             with open(handle, "wb") as file:
-                _lock(file.fileno())
                 for part in parts:
                     digest.update(part)
                     size += file.write(part)
@@ -155,10 +153,13 @@ class Blobs:
             if path.name in kept:
                 continue
             with contextlib.suppress(FileNotFoundError):
-                orphan = path.name.startswith(_TEMPORARY) and not _is_locked(path)
-                old = _NAME.fullmatch(path.name) and path.stat().st_mtime <= youngest
-                if orphan or old:
-                    path.unlink()
+                if path.name.startswith(_TEMPORARY):
+                    gone = _removed_orphan(path)
+                else:
+                    gone = bool(_NAME.fullmatch(path.name)) and path.stat().st_mtime <= youngest
+                    if gone:
+                        path.unlink()
+                if gone:
                     removed.append(path.name)
         self._sound = {sha256: stamp for sha256, stamp in self._sound.items() if sha256.hex() not in removed}
         return removed
@@ -179,25 +180,40 @@ def _digest(blob: Blob) -> bytes:
     return digest.digest()
 
 
-def _lock(file: int) -> None:
-    """Say that the file is being written; Windows says so itself."""
+def _begun(folder: Path) -> tuple[int, Path]:
+    """A temporary file that is held while it is written, so that no sweep takes it for an orphan.
+
+    A sweep may come between its making and its lock; then it is gone, and another one is made.
+    """
+    while True:
+        handle, name = mkstemp(prefix=_TEMPORARY, dir=folder)
+        if _lock(handle) and os.fstat(handle).st_nlink:
+            return handle, Path(name)
+        os.close(handle)
+
+
+def _removed_orphan(path: Path) -> bool:
+    """Remove a temporary file unless somebody writes it; whether it was removed."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        if not _lock(handle, wait=False):
+            return False
+        path.unlink()
+        return True
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, *, wait: bool = True) -> bool:
+    """Hold an open file; Windows does so itself, and refuses to remove it."""
     if os.name != "nt":
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX)
-
-
-def _is_locked(path: Path) -> bool:
-    if os.name == "nt":
-        return False
-    import fcntl
-
-    with path.open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def _corrupt(path: Path, found: str) -> Problem:
