@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
-from sqlalchemy import ColumnElement, Connection, func, select
+from sqlalchemy import ColumnElement, Connection, bindparam, func, select
 
 from mycelia.aggregator.store import Store
 from mycelia.aggregator.store_problems import corrupt
@@ -14,12 +14,28 @@ from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.problems import Problem, Reason, clipped
 from mycelia.engine.errors import DataError
 
-__all__ = ["DeviceOutcome", "Fate", "ask", "claim", "outcomes_of", "settle", "settle_rest"]
+__all__ = ["DeviceOutcome", "Fate", "ask", "claim", "claim_all", "outcomes_of", "settle", "settle_rest"]
 
 Fate = Literal["ACCEPTED", "LATE", "DROPPED", "REJECTED", "DECLINED", "UNKNOWN"]
 _FATES: Final = frozenset(get_args(Fate))
 _MOST_TEXT: Final = 2000  # bytes; a device's words may be a traceback
 _AT_ONCE: Final = 500  # rows of one statement; SQLite has a limit on its parameters
+
+_ROW: Final = (
+    (outcomes.c.run == bindparam("at_run"))
+    & (outcomes.c.round == bindparam("at_round"))
+    & (outcomes.c.attempt == bindparam("at_attempt"))
+    & (outcomes.c.client == bindparam("of"))
+)
+_TAKE: Final = outcomes.update().where(_ROW, outcomes.c.sha256.is_(None)).values(sha256=bindparam("hash"))
+_SETTLE: Final = (
+    outcomes.update()
+    .where(_ROW, outcomes.c.status.is_(None))
+    .values(
+        {name: bindparam(f"new_{name}") for name in
+         ("status", "phase", "cause", "hint", "bytes_up", "bytes_down", "seconds")}
+    )
+)  # fmt: skip
 
 
 class DeviceOutcome(NamedTuple):
@@ -66,12 +82,9 @@ def claim(connection: Connection, at: Position, client: int, sha256: bytes) -> b
     Raises:
         Problem: `EQUIVOCATION`: another one was, and stands; `WRONG_PHASE`: the client was not asked.
     """
-    here = _is(at) & (outcomes.c.client == client)
-    taken = connection.execute(
-        outcomes.update().where(here, outcomes.c.sha256.is_(None)).values(sha256=sha256)
-    )
-    if taken.rowcount == 1:
+    if connection.execute(_TAKE, _row(at, client) | {"hash": sha256}).rowcount == 1:
         return True
+    here = _is(at) & (outcomes.c.client == client)
     first = connection.execute(select(outcomes.c.sha256).where(here)).one_or_none()
     who, phase = f"client {client}", "train"
     if first is None:
@@ -94,6 +107,15 @@ def claim(connection: Connection, at: Position, client: int, sha256: bytes) -> b
     return False
 
 
+def claim_all(connection: Connection, claims: Sequence[tuple[Position, int, bytes]]) -> None:
+    """As `claim`, of many: position, client and hash of each."""
+    rows = [_row(at, client) | {"hash": digest} for at, client, digest in claims]
+    if not rows or connection.execute(_TAKE, rows).rowcount == len(rows):
+        return
+    for at, client, digest in claims:  # one of them at least was taken before
+        claim(connection, at, client, digest)
+
+
 def settle(connection: Connection, run: str, round: int, settled: Iterable[DeviceOutcome]) -> int:
     """Write down outcomes; the first of a device in an attempt stands.
 
@@ -103,27 +125,23 @@ def settle(connection: Connection, run: str, round: int, settled: Iterable[Devic
     Raises:
         DataError: a status that is none, or a device that was not asked.
     """
-    new = 0
-    for outcome in settled:
+    given = list(settled)
+    for outcome in given:
         if outcome.status not in _FATES:
             raise DataError(
                 f"status {outcome.status!r}",
                 rule=f"one of {', '.join(sorted(_FATES))}",
                 who=f"client {outcome.client}",
             )
+    rows = [
+        _row(Position(run, round, outcome.attempt), outcome.client) | _values(outcome) for outcome in given
+    ]
+    new = connection.execute(_SETTLE, rows).rowcount if rows else 0
+    if new == len(rows):
+        return new
+    for outcome in given:
         here = _is(Position(run, round, outcome.attempt)) & (outcomes.c.client == outcome.client)
-        values = {
-            "status": outcome.status,
-            "phase": _text(outcome.phase),
-            "cause": _text(outcome.cause),
-            "hint": _text(outcome.hint),
-            "bytes_up": outcome.bytes_up,
-            "bytes_down": outcome.bytes_down,
-            "seconds": outcome.seconds,
-        }
-        done = connection.execute(outcomes.update().where(here, outcomes.c.status.is_(None)).values(values))
-        new += done.rowcount
-        if not done.rowcount and connection.scalar(select(func.count()).where(here)) == 0:
+        if connection.scalar(select(func.count()).where(here)) == 0:
             raise DataError(
                 f"an outcome of round {round}, attempt {outcome.attempt}",
                 rule="who was asked has an outcome, and nobody else",
@@ -177,6 +195,22 @@ def outcomes_of(store: Store, run: str, round: int) -> list[DeviceOutcome]:
 
 def _is(at: Position) -> ColumnElement[bool]:
     return (outcomes.c.run == at.run) & (outcomes.c.round == at.round) & (outcomes.c.attempt == at.attempt)
+
+
+def _row(at: Position, client: int) -> dict[str, object]:
+    return {"at_run": at.run, "at_round": at.round, "at_attempt": at.attempt, "of": client}
+
+
+def _values(outcome: DeviceOutcome) -> dict[str, object]:
+    return {
+        "new_status": outcome.status,
+        "new_phase": _text(outcome.phase),
+        "new_cause": _text(outcome.cause),
+        "new_hint": _text(outcome.hint),
+        "new_bytes_up": outcome.bytes_up,
+        "new_bytes_down": outcome.bytes_down,
+        "new_seconds": outcome.seconds,
+    }
 
 
 def _text(text: str) -> str:

@@ -356,9 +356,17 @@ class RoundLog:
     ) -> None:
         """What goes into other tables with the records; outcomes come before the record that ends a round."""
         order = self._order.copy()
+        claims: list[tuple[Position, int, bytes]] = []
         for number, entry in enumerate(new[:-1], self.head.records + 1):
             order.take(entry)
+            if isinstance(entry, Accepted) and order.opened is not None:
+                at = Position(self.run, order.opened.round, entry.attempt)
+                claims.append((at, entry.client, entry.sha256))
+                continue
+            outcomes.claim_all(connection, claims)
+            claims.clear()
             self._write_one(connection, entry, order, number)
+        outcomes.claim_all(connection, claims)
         if new:
             order.take(new[-1])
         if settled and order.opened is not None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
@@ -26,15 +27,15 @@ from mycelia.aggregator.admission import Admission, told
 from mycelia.aggregator.deadlines import SHUTDOWN_S, Waits
 from mycelia.aggregator.identity import ServerKeys
 from mycelia.aggregator.limits import Gate, Limits, Rates
-from mycelia.aggregator.spool import Reply, Spool, Spooled
+from mycelia.aggregator.spool import POOLED, Reply, Spool, Spooled
 from mycelia.aggregator.streams import Context, Gone, Link, Stream, Traffic
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.channel import OPTIONS, SERVICE, check_plaintext, split_address
-from mycelia.aggregator.wire.frames import MAX_CHUNK, FrameError, Problem, Reason
+from mycelia.aggregator.wire.frames import MAX_CHUNK, MAX_INLINE, FrameError, Problem, Reason
 from mycelia.aggregator.wire.offers import MAX_PAYLOAD, Payload
 from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.problems import clipped
-from mycelia.aggregator.wire.transfer import Outgoing
+from mycelia.aggregator.wire.transfer import LEAST_RATE, Outgoing
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.secagg.certificates import IdentityProblem
 from mycelia.privacy.secagg.roster import ClientEntry, Roster
@@ -153,8 +154,9 @@ class Service:
         self.beyond: Beyond | None = None
         self._draining: Problem | None = None
         self._server: aio.Server | None = None
-        self._thread = ThreadPoolExecutor(1, "spool")
+        self._thread, self._spool_lock = ThreadPoolExecutor(1, "spool"), threading.Lock()
         self._spool_moved = asyncio.Event()
+        self._spool_due = math.inf
         self._jobs: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -302,7 +304,8 @@ class Service:
 
     def again(self, client: int, at: Position) -> None:
         """What a device has sent for a piece of work is to come once more."""
-        self._thread.submit(self._spool.again, client, at)
+        with self._spool_lock:
+            self._spool.again(client, at)
         if client not in self._streams and self.beyond is not None:
             self.beyond.again(client, at)
 
@@ -346,18 +349,19 @@ class Service:
 
     async def release(self, payload: Spooled) -> None:
         """A payload has gone into the sum, or was refused."""
-        await self._in_spool(lambda: self._spool.release(payload))
-        self._spool_moved.set()
+        small = payload.manifest.size <= POOLED  # nothing on disk
+        await self._in_spool(lambda: self._spool.release(payload), small=small)
+        await self._room_in_spool()
 
     async def forget(self, run: str, before: int, attempt: int = 0) -> None:
         """Rounds of a run below `before` are over, and the attempts below `attempt` of that one."""
         await self._in_spool(lambda: self._spool.forget(run, before, attempt))
-        self._spool_moved.set()
+        await self._room_in_spool()
 
     async def restart(self, run: str) -> None:
         """This server begins with a run anew, from its log: all that came for it is offered again."""
         await self._in_spool(lambda: self._spool.restart(run))
-        self._spool_moved.set()
+        await self._room_in_spool()
 
     # --- a stream ---------------------------------------------------------------------------------
 
@@ -457,7 +461,10 @@ class Service:
             max_payload=self._max_payload,
             held=held,
         )
-        await stream.link.write(pb.ServerFrame(welcome=welcome))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._waits.stall + len(welcome.roster) / LEAST_RATE):
+                await stream.link.write(pb.ServerFrame(welcome=welcome))
+        stream.link.check(_clock())
         if large:
             payload = Payload(document)
             stream.outbox.offer(Outgoing(payload, payload.offer(pb.ROSTER, None)))
@@ -468,7 +475,7 @@ class Service:
             await asyncio.gather(stream.job, return_exceptions=True)
         try:
             await self._in_spool(lambda: self._spool.disconnect(stream.client))
-            self._spool_moved.set()
+            await self._room_in_spool()
             await self._handler.lost(stream.client, problem)
         except Exception as error:
             _incident(error, stream)
@@ -507,9 +514,14 @@ class Service:
                 if done is not None and done.offer.kind != pb.ROSTER:
                     await self._handler.delivered(client, done.offer)
             case "offer":
-                await self._handler.offered(client, frame.offer)
-                reply = await self._in_spool(lambda: self._spool.offer(client, frame.offer, now))
-                self._spool_moved.set()
+                offer, data = frame.offer, frame.offer.data
+                offer.ClearField("data")
+                await self._handler.offered(client, offer)
+                reply = await self._in_spool(
+                    lambda: self._spool.offer(client, offer, now, data), small=offer.size <= POOLED
+                )
+                if self._spool_due == math.inf:  # it waits for nothing so far
+                    self._spool_moved.set()
                 if reply is None:
                     raise Problem(
                         Reason.SPOOL_FULL,
@@ -520,8 +532,9 @@ class Service:
                     )
                 await self._told_by_spool(reply)
             case "chunk":
+                small = len(frame.chunk.data) <= MAX_INLINE
                 await self._told_by_spool(
-                    await self._in_spool(lambda: self._spool.chunk(client, frame.chunk, now))
+                    await self._in_spool(lambda: self._spool.chunk(client, frame.chunk, now), small=small)
                 )
             case "bye":
                 stream.end(None)
@@ -540,6 +553,7 @@ class Service:
                 stream.push(pb.ServerFrame(want=reply.want))
         if reply.payload is not None:
             await self._handler.payload(reply.client, reply.payload)
+            await self._room_in_spool()
 
     async def _tick_spool(self) -> None:
         """Payloads that have stalled, and those that find room."""
@@ -553,12 +567,35 @@ class Service:
             except Exception as error:
                 _incident(error, None)
                 deadline = now + self._waits.stall
-            left = deadline - _clock()
+            self._spool_due, left = deadline, deadline - _clock()
             if left > 0:
                 await _wait(self._spool_moved, min(left, self._waits.stall) if left < math.inf else None)
 
-    async def _in_spool(self, call: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+    async def _room_in_spool(self) -> None:
+        """Payloads have come or gone; those that wait may have their turn."""
+        if not self._spool.waiting:
+            return
+        now = _clock()
+        for reply in await self._in_spool(lambda: self._spool.room(now), small=True):
+            try:
+                await self._told_by_spool(reply)
+            except Exception as error:  # whoever made room is not to blame
+                _incident(error, None)
+        if self._spool_due == math.inf:
+            self._spool_moved.set()
+
+    async def _in_spool(self, call: Callable[[], _Result], *, small: bool = False) -> _Result:
+        """Something with the spool: in its thread, or here at once if it is small and the thread is idle."""
+        if small and self._spool_lock.acquire(blocking=False):
+            try:
+                return call()
+            finally:
+                self._spool_lock.release()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._with_lock, call)
+
+    def _with_lock(self, call: Callable[[], _Result]) -> _Result:
+        with self._spool_lock:
+            return call()
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -26,12 +26,14 @@ from mycelia.engine.durable import hold
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.secagg.canonical import struct
 
-__all__ = ["OPEN", "POOLED", "POOL_BYTES", "UNDER_WAY", "Reply", "Spool", "Spooled"]
+__all__ = ["COMING", "OPEN", "POOLED", "POOL_BYTES", "UNDER_WAY", "Reply", "Spool", "Spooled"]
 
 POOLED: Final = 2**20
 """The largest payload that is put together in memory."""
 POOL_BYTES: Final = 2**26
 """Memory for all of these, 64 MiB."""
+COMING: Final = 2**23
+"""Bytes of them that are asked for at a time, 8 MiB, or one: on its way each is in memory several times."""
 OPEN: Final = 4
 """The most payloads that one client may have on their way."""
 UNDER_WAY: Final = 64
@@ -102,6 +104,7 @@ class _Slot:
     incoming: Incoming | None = None
     sink: FileSink | MemorySink | None = None
     spooled: Spooled | None = None
+    coming: int = 0  # bytes that it has of `COMING`
 
 
 class Spool:
@@ -142,6 +145,7 @@ class Spool:
         self._of: dict[int, list[_Key]] = {}
         self._waiting: dict[_Key, None] = {}
         self._freed = False
+        self._coming = 0
         self._first: dict[tuple[int, Position, int], bytes] = {}
         self._taken: set[_Key] = set()
         self._over: dict[str, tuple[int, int]] = {}
@@ -161,12 +165,18 @@ class Spool:
         """Payloads for which there is no room yet."""
         return len(self._waiting)
 
-    def offer(self, client: int, offer: pb.Offer, now: float) -> Reply | None:
+    def offer(self, client: int, offer: pb.Offer, now: float, data: bytes = b"") -> Reply | None:
         """A client offers a payload, for the first time or again after a reconnect.
 
+        Args:
+            client: who.
+            offer: of it.
+            now: seconds.
+            data: what came with the offer, if anything; of no use where there is no room.
+
         Returns:
-            None: there is no room, and `tick` will say when there is; the client is told `SPOOL_FULL`
-            meanwhile.
+            what to tell the client; None: there is no room, and `tick` will say when there is; the client is
+            told `SPOOL_FULL` meanwhile.
 
         Raises:
             Problem: `EQUIVOCATION`: another update than the first of this client and position;
@@ -208,8 +218,8 @@ class Spool:
             may_spill = next(iter(self._waiting), key) == key
             if not self._admit(key, slot, may_spill=may_spill):
                 self._waiting[key] = None
-                return None
-        return self._ask(key, slot, now)
+                return Reply(client) if self._fits_pool(manifest.size) else None  # its turn comes soon
+        return self._ask(key, slot, now, data)
 
     def chunk(self, client: int, chunk: pb.Chunk, now: float) -> Reply:
         """A chunk has come.
@@ -241,8 +251,8 @@ class Spool:
         """It is `now`.
 
         Returns:
-            for clients that have stalled, the problem that ends their streams (what they sent is kept); for
-            those that had waited and find room, first come first served, what to ask them for.
+            for clients that have stalled, the problem that ends their streams (what they sent is kept); and
+            see `room`.
         """
         replies: list[Reply] = []
         for key, slot in self._slots.items():
@@ -251,11 +261,18 @@ class Spool:
                     slot.incoming.tick(now)
                 except Problem as problem:
                     replies.append(Reply(key.client, problem=problem))
+        return replies + self.room(now)
+
+    def room(self, now: float) -> list[Reply]:
+        """What to ask those for that had waited and find room, first come first served."""
+        replies: list[Reply] = []
         self._freed = False
         may_spill = True
         for key in list(self._waiting):
             slot = self._slots[key]
             if not self._admit(key, slot, may_spill=may_spill):
+                if self._fits_pool(slot.manifest.size):
+                    break  # those before it are still on their way
                 may_spill = False
                 continue
             try:
@@ -341,9 +358,12 @@ class Spool:
     def _admit(self, key: _Key, slot: _Slot, *, may_spill: bool) -> bool:
         """Give a payload its room, in memory or, if it may, in a file; whether there is any."""
         size = slot.manifest.size
-        if size <= POOLED and self.pool_used + size <= self._pool:
-            slot.sink = MemorySink(size)
+        if self._fits_pool(size):
+            if self._coming and self._coming + size > COMING:
+                return False
+            slot.sink, slot.coming = MemorySink(size), size
             self.pool_used += size
+            self._coming += size
             slot.incoming = Incoming(slot.manifest, slot.sink, stall_s=self._stall)
             return True
         if not may_spill:
@@ -370,6 +390,15 @@ class Spool:
         )
         return True
 
+    def _fits_pool(self, size: int) -> bool:
+        return size <= POOLED and self.pool_used + size <= self._pool
+
+    def _came(self, slot: _Slot) -> None:
+        """It is here, or does not come."""
+        if slot.coming:
+            self._coming -= slot.coming
+            slot.coming, self._freed = 0, True
+
     def _credit(self) -> int:
         """Chunks that one of the large payloads may have under way."""
         running = sum(
@@ -388,6 +417,7 @@ class Spool:
             del self._of[key.client]
         self._waiting.pop(key, None)
         self._freed = True
+        self._came(slot)
         if isinstance(slot.sink, MemorySink):
             self.pool_used -= slot.manifest.size
         elif slot.sink is not None:
@@ -397,28 +427,30 @@ class Spool:
 
     def _close(self, slot: _Slot) -> None:
         """Let go of a payload, and keep its file for later."""
+        self._came(slot)
         if isinstance(slot.sink, MemorySink):
             self.pool_used -= slot.manifest.size
         elif slot.sink is not None:
             slot.sink.close()
             self._left[slot.sink.path.name] = slot.manifest.size
 
-    def _ask(self, key: _Key, slot: _Slot, now: float) -> Reply:
+    def _ask(self, key: _Key, slot: _Slot, now: float, data: bytes = b"") -> Reply:
         if slot.incoming is None:
             raise Problem(Reason.BUG, "a payload without room is asked for", rule="room first")
         self._waiting.pop(key, None)
         slot.incoming.pause()
         try:
-            want = slot.incoming.ask(now)
-        except Problem:
-            self._drop(key)
+            want = slot.incoming.ask(now, data)
+        except Problem as problem:
+            if problem.reason is not Reason.SPOOL_FULL:
+                self._drop(key)
             raise
         return Reply(key.client, want, self._finished(key, slot))
 
-    @staticmethod
-    def _finished(key: _Key, slot: _Slot) -> Spooled | None:
+    def _finished(self, key: _Key, slot: _Slot) -> Spooled | None:
         if slot.incoming is None or slot.sink is None or not slot.incoming.complete or slot.spooled:
             return None
+        self._came(slot)
         if isinstance(slot.sink, FileSink):
             slot.sink.close()
         slot.spooled = Spooled(key.client, slot.manifest, slot.sink)

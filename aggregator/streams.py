@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,7 +16,7 @@ from mycelia.aggregator.admission import Admitted
 from mycelia.aggregator.deadlines import Waits
 from mycelia.aggregator.limits import network
 from mycelia.aggregator.wire import federation_pb2 as pb
-from mycelia.aggregator.wire.frames import Problem, Reason, Sequence, decode_client, encode
+from mycelia.aggregator.wire.frames import Problem, Reason, Sequence, decode_client, encode_server
 from mycelia.aggregator.wire.outbox import Outbox
 from mycelia.aggregator.wire.transfer import LEAST_RATE
 
@@ -56,13 +58,14 @@ class Link:
         peer: address that it comes from, or its network.
         tls: version of TLS, "" without.
         certificate: as the device shows it, in PEM; "" without TLS.
-        size: bytes of the frame that was read last.
+        size: bytes of the frame that was read last; the first of a message stands for all of it.
     """
 
     def __init__(self, context: Context, waits: Waits, traffic: Traffic) -> None:
         self._context, self._waits, self._traffic = context, waits, traffic
         self._in, self._out = Sequence(), Sequence()
-        self._blocked = False
+        self._came: deque[pb.ClientFrame] = deque()
+        self._blocked_until = math.inf
         shown: Any = context.auth_context()
         self.peer = network(context.peer())
         self.tls = _first(shown.get("ssl_tls_version"))
@@ -76,49 +79,58 @@ class Link:
             Gone: there is none.
             FrameError: it is none, or not the next.
         """
-        try:
-            data = await self._context.read()
-        except aio.BaseError as error:
-            raise Gone from error
-        if not isinstance(data, bytes):  # aio.EOF
-            raise Gone
-        self._traffic.received += len(data)
-        self.size = len(data)
-        frame = decode_client(data)
+        self.size = 0
+        if not self._came:
+            try:
+                data = await self._context.read()
+            except aio.BaseError as error:
+                raise Gone from error
+            if not isinstance(data, bytes):  # aio.EOF
+                raise Gone
+            self._traffic.received += len(data)
+            self.size = len(data)
+            self._came.extend(decode_client(data).frames)
+        frame = self._came.popleft()
         self._in.check(frame.seq)
         return frame
 
-    async def write(self, frame: pb.ServerFrame) -> None:
-        """Send a frame, which gets its number.
+    async def write(self, *frames: pb.ServerFrame) -> None:
+        """Send frames together; they get their numbers.
 
         Raises:
             Gone: there is nobody to read it.
-            Problem: `STALL`: it is not read.
         """
-        frame.seq = self._out.next()
-        data = encode(frame)
-        self._blocked = True
+        for frame in frames:
+            frame.seq = self._out.next()
+        data = encode_server(*frames)
+        self._blocked_until = _loop().time() + self._waits.stall + len(data) / LEAST_RATE
         try:
-            async with asyncio.timeout(self._waits.stall + len(data) / LEAST_RATE):
-                await self._context.write(data)
-        except TimeoutError as error:
+            await self._context.write(data)
+        except (aio.BaseError, asyncio.InvalidStateError) as error:
+            raise Gone from error
+        self._blocked_until = math.inf
+        self._traffic.sent += len(data)
+
+    def check(self, now: float) -> None:
+        """What was written last is read in time.
+
+        Raises:
+            Problem: `STALL`: it is not.
+        """
+        if now >= self._blocked_until:
             raise Problem(
                 Reason.STALL,
                 "the device does not read",
                 rule=f"{LEAST_RATE} bytes a second after {self._waits.stall:g} s",
                 fix="connect again; smaller chunks suit slow lines",
                 who="stream",
-            ) from error
-        except (aio.BaseError, asyncio.InvalidStateError) as error:
-            raise Gone from error
-        self._blocked = False
-        self._traffic.sent += len(data)
+            )
 
     async def finish(self, problem: Problem, delay_s: float) -> None:
         """End the stream: say why, and after how many seconds to come again."""
         try:
             async with asyncio.timeout(_GOODBYE_S):
-                if not self._blocked:
+                if self._blocked_until == math.inf:
                     await self.write(pb.ServerFrame(goodbye=problem.goodbye(round(1000 * delay_s))))
         except (TimeoutError, Gone, Problem):
             pass
@@ -224,16 +236,21 @@ class Stream:
 
     async def _write(self) -> None:
         while True:
-            frame = self.outbox.next()
-            if frame is None:
+            frames = self.outbox.next()
+            if frames:
+                await self.link.write(*frames)
+            else:
                 self.wake.clear()
                 await self.wake.wait()
-            else:
-                await self.link.write(frame)
 
     def _beat(self) -> None:
         """A ping is due, or the device is lost."""
         now = _loop().time()
+        try:
+            self.link.check(now)
+        except Problem as problem:
+            self.end(problem)
+            return
         if self.job is not None and not self.job.done():
             self.heard = now  # that nothing is read now is this side's doing
         if now - self.heard >= self.waits.lost:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -32,23 +33,59 @@ _TERMS: Final[Mapping[Role, str]] = {
 
 
 class _Part(NamedTuple):
-    """How one tensor goes into the sum.
+    """How one tensor, or neighbours that lie side by side wherever they are, go into the sum.
 
     Attributes:
-        term: the term it is part of.
-        start: of its first entry in the sum's vector.
+        entries: the tensors.
+        tensor: all of them as one, flat.
+        number: of the first in the payload.
+        term: the term they are part of.
+        start: of the first entry in the sum's vector.
         fixed: the term's format.
         dtype: in which differences are taken.
-        old: where the old value lies, if the term is a difference.
+        old: where the old values lie, if the term is a difference.
         normed: whether it counts for the norm.
     """
 
+    entries: tuple[Entry, ...]
+    tensor: Entry
+    number: int
     term: str
     start: int
     fixed: FixedPoint
     dtype: torch.dtype
     old: Place | None
     normed: bool
+
+    def place(self, layout: Layout) -> Place:
+        """Where it lies in a payload, whose tensors have no gaps between them."""
+        return Place(
+            self.tensor, layout.places[self.number].start, self.tensor.numel * self.tensor.dtype.itemsize
+        )
+
+    def with_next(self, other: _Part) -> _Part | None:
+        """Both as one, or None if they do not lie side by side or are treated differently."""
+        same = (self.term, self.tensor.dtype, self.dtype, self.normed, self.old is None)
+        if same != (other.term, other.tensor.dtype, other.dtype, other.normed, other.old is None):
+            return None
+        size = self.tensor.numel + other.tensor.numel
+        tensor = replace(self.tensor, shape=(size,))
+        if other.start != self.start + self.tensor.numel:
+            return None
+        old = None
+        if self.old is not None and other.old is not None:
+            if other.old.start != self.old.start + self.old.size:
+                return None
+            old = Place(tensor, self.old.start, self.old.size + other.old.size)
+        return self._replace(entries=(*self.entries, *other.entries), tensor=tensor, old=old)
+
+    def named(self, at: int) -> str:
+        """The tensor of an entry, for messages."""
+        for entry in self.entries:
+            if at < entry.numel:
+                return entry.name[:64]
+            at -= entry.numel
+        return self.tensor.name[:64]
 
 
 class Columns(NamedTuple):
@@ -108,7 +145,7 @@ class TensorSum:
         filled = dict.fromkeys(exact.form.specs, 0)
         slices = exact.form.slices()
         self._parts: list[_Part] = []
-        for entry in expected(schema, roles, more):
+        for index, entry in enumerate(expected(schema, roles, more)):
             own = entry.name in beside
             term = entry.name if own else _TERMS[entry.role]
             if term not in filled or not (own or entry.name in olds):
@@ -120,7 +157,11 @@ class TensorSum:
             normed = not own and entry.role is Role.PARAMETER
             dtype = vector if normed else torch.promote_types(entry.dtype, vector) if own else torch.float64
             fixed, old = exact.form.formats[term], None if own else olds[entry.name]
-            self._parts.append(_Part(term, slices[term].start + filled[term], fixed, dtype, old, normed))
+            start = slices[term].start + filled[term]
+            flat = replace(entry, shape=(entry.numel,))
+            part = _Part((entry,), flat, index, term, start, fixed, dtype, old, normed)
+            both = self._parts[-1].with_next(part) if self._parts else None
+            self._parts[-1:] = [both] if both is not None else [*self._parts[-1:], part]
             filled[term] += entry.numel
         for term, spec in exact.form.specs.items():
             if filled[term] != spec.size:
@@ -151,8 +192,8 @@ class TensorSum:
                 rule = f"above 0 and at most {form.weights.max_weight:g}"
                 raise _refused(Reason.WEIGHT, f"the weight of {term!r} is {weight}", rule)
         yield from self._look(data, layout)
-        for part, place in zip(self._parts, layout.places, strict=True):
-            for first, new, old in self._blocks(data, part, place):
+        for part in self._parts:
+            for first, new, old in self._blocks(data, part, layout):
                 total = self.exact.accumulator[part.start + first : part.start + first + len(new)]
                 if old is None:
                     part.fixed.add_(total, new, weights[part.term])
@@ -170,9 +211,9 @@ class TensorSum:
             payloads: each with its layout; all have passed `check_finite`.
         """
         starts = {term: entries.start for term, entries in self.exact.form.slices().items()}
-        for index, part in enumerate(self._parts):
-            places = [layout.places[index] for _, layout in payloads]
-            count = places[0].entry.numel if places else 0
+        for part in self._parts:
+            places = [part.place(layout) for _, layout in payloads]
+            count = part.tensor.numel if places else 0
             step = max(1, BLOCK_BYTES // (part.dtype.itemsize * max(1, len(payloads))))
             for first in range(0, count, step):
                 size = min(step, count - first)
@@ -186,12 +227,13 @@ class TensorSum:
 
     def _look(self, data: Buffer, layout: Layout) -> Iterator[None]:
         squares = 0.0
-        for part, place in zip(self._parts, layout.places, strict=True):
-            for _, new, old in self._blocks(data, part, place):
+        for part in self._parts:
+            for first, new, old in self._blocks(data, part, layout):
                 change = new if old is None else new - old
                 largest = float(change.abs().max())
                 if not largest <= part.fixed.max_abs:  # a NaN fails every comparison
-                    name = place.entry.name[:64]
+                    wrong = ~(change.abs() <= part.fixed.max_abs)
+                    name = part.named(first + int(wrong.to(torch.uint8).argmax()))
                     if not bool(torch.isfinite(new).all()):
                         found = f"tensor {name!r} holds NaN or infinity"
                         raise _refused(Reason.NONFINITE, found, "every value is finite")
@@ -204,7 +246,10 @@ class TensorSum:
             found = f"an update of norm {math.sqrt(squares):g}"
             raise _refused(Reason.BAD_PAYLOAD, found, f"at most {self._max_norm:g}")
 
-    def _blocks(self, data: Buffer, part: _Part, place: Place) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    def _blocks(
+        self, data: Buffer, part: _Part, layout: Layout
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        place = part.place(layout)
         step = BLOCK_BYTES // place.entry.dtype.itemsize
         for first in range(0, place.entry.numel, step):
             size = min(step, place.entry.numel - first)

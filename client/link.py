@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,7 +20,7 @@ from mycelia.aggregator.wire.frames import (
     Reason,
     Sequence,
     decode_server,
-    encode,
+    encode_client,
 )
 from mycelia.client.backoff import Then, TransportError, then
 from mycelia.client.diagnosis import diagnose
@@ -76,6 +77,7 @@ class Link:
     def __init__(self, call: Any, server: Server) -> None:
         self._call, self.server = call, server
         self._in, self._out = Sequence(), Sequence()
+        self._came: deque[pb.ServerFrame] = deque()
         self.spoke = False
 
     async def read(self) -> pb.ServerFrame:
@@ -86,10 +88,12 @@ class Link:
             FrameError: it is none, or not the next.
             aio.AioRpcError: the connection was never there.
         """
-        data = await self._call.read()
-        if not isinstance(data, bytes):  # aio.EOF
-            raise _retried("the server has closed the stream", str(self))
-        frame = decode_server(data)
+        if not self._came:
+            data = await self._call.read()
+            if not isinstance(data, bytes):  # aio.EOF
+                raise _retried("the server has closed the stream", str(self))
+            self._came.extend(decode_server(data).frames)
+        frame = self._came.popleft()
         self._in.check(frame.seq)
         self.spoke = True
         if frame.HasField("goodbye") and not frame.goodbye.code:
@@ -98,11 +102,12 @@ class Link:
             raise explained(Problem.of(frame.goodbye), str(self), frame.goodbye.delay_ms / 1000)
         return frame
 
-    async def write(self, frame: pb.ClientFrame) -> bool:
-        """Send a frame, which gets its number; whether the stream was still there."""
-        frame.seq = self._out.next()
+    async def write(self, *frames: pb.ClientFrame) -> bool:
+        """Send frames together; they get their numbers. Whether the stream was still there."""
+        for frame in frames:
+            frame.seq = self._out.next()
         try:
-            await self._call.write(encode(frame))
+            await self._call.write(encode_client(*frames))
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError):
             return False  # `read` says why
         return True

@@ -261,7 +261,10 @@ class Device:
         at = Position.of(task.at)
         key = (at.run, task.work)
         if key in self._works:
-            before = self._works[key][0]
+            before, running = self._works[key]
+            if before.at == at and before.over:  # once that is written down, it is known for old work
+                running.add_done_callback(lambda done: None if done.cancelled() else self._asked(task))
+                return
             if before.at == at and _same(before.task, task):
                 before.again()
                 return

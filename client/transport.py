@@ -520,7 +520,8 @@ class Transport:
                 self._emit(session, Came(frame))
 
     def _offered(self, session: _Session, offer: pb.Offer) -> None:
-        key = _key(offer)
+        key, data = _key(offer), offer.data
+        offer.ClearField("data")
         arrival = self._arrivals.get(key)
         try:
             most = MAX_ROSTER_BYTES if offer.kind == pb.ROSTER else session.welcome.max_payload
@@ -547,9 +548,9 @@ class Transport:
             return
         known = arrival.incoming.complete
         arrival.incoming.pause()
-        self._ask(session, arrival.incoming.ask(self._clock()))
+        self._ask(session, arrival.incoming.ask(self._clock(), data))
         if arrival.incoming.complete and not known:
-            self._emit(session, Received(offer, arrival.sink))
+            self._arrived(session, arrival)
 
     def _arrived(self, session: _Session, arrival: _Arrival) -> None:
         if arrival.offer.kind != pb.ROSTER:
@@ -589,11 +590,11 @@ class Transport:
 
     async def _write(self, session: _Session) -> None:
         while True:
-            frame = session.outbox.next()
-            if frame is None:
+            frames = session.outbox.next()
+            if not frames:
                 session.wake.clear()
                 await session.wake.wait()
-            elif not await session.link.write(frame):
+            elif not await session.link.write(*frames):
                 await asyncio.Event().wait()  # `_read` says why, or `_watch`
 
     async def _watch(self, session: _Session) -> None:

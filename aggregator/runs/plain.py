@@ -28,7 +28,7 @@ from mycelia.aggregator.tensor_sum import TensorSum
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.frames import Problem, Reason
 from mycelia.aggregator.wire.offers import Buffer, Payload
-from mycelia.aggregator.wire.payload import check_tensors, check_tensors_size, expected
+from mycelia.aggregator.wire.payload import TensorsCheck, check_tensors_size, expected
 from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.problems import clipped
 from mycelia.aggregator.wire.update_header import UpdateHeader
@@ -89,7 +89,7 @@ class PlainRound(Gathering):
             self._exact, plan.entries.schema, plan.entries.roles, plan.entries.more,
             base=current.model.data, layout=current.layout,
         )  # fmt: skip
-        self._tensors = expected(*plan.entries)
+        self._tensors, self._layout_of = expected(*plan.entries), TensorsCheck(*plan.entries)
         self._message = message
         self._assignments: dict[int, Assignment] = {}
         self._headers: dict[tuple[int, int, bytes], UpdateHeader] = {}
@@ -340,9 +340,8 @@ class PlainRound(Gathering):
         return effects
 
     def _fold(self, payload: Spooled, header: UpdateHeader) -> None:
-        entries = self.context.plan.entries
         with payload.open() as data:
-            layout = check_tensors(data, payload.manifest.size, *entries)
+            layout = self._layout_of(data, payload.manifest.size)
             for _ in self._sum.fold(data, layout, header.weights):
                 pass
 

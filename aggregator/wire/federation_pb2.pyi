@@ -39,6 +39,18 @@ ENVELOPE: Kind
 ROSTER: Kind
 METRICS: Kind
 
+class ClientFrames(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedCompositeFieldContainer[ClientFrame]
+    def __init__(self, frames: _Optional[_Iterable[_Union[ClientFrame, _Mapping]]] = ...) -> None: ...
+
+class ServerFrames(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedCompositeFieldContainer[ServerFrame]
+    def __init__(self, frames: _Optional[_Iterable[_Union[ServerFrame, _Mapping]]] = ...) -> None: ...
+
 class ClientFrame(_message.Message):
     __slots__ = ("seq", "hello", "ready", "offer", "want", "chunk", "secagg", "decline", "pong", "renew", "bye", "ask")
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -282,7 +294,7 @@ class SecAgg(_message.Message):
     def __init__(self, at: _Optional[_Union[Position, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("sha256", "size", "chunk_size", "chunk_sha256", "kind", "schema_sha256", "at", "header", "signature")
+    __slots__ = ("sha256", "size", "chunk_size", "chunk_sha256", "kind", "schema_sha256", "at", "header", "signature", "data")
     SHA256_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -292,6 +304,7 @@ class Offer(_message.Message):
     AT_FIELD_NUMBER: _ClassVar[int]
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     sha256: bytes
     size: int
     chunk_size: int
@@ -301,7 +314,8 @@ class Offer(_message.Message):
     at: Position
     header: bytes
     signature: bytes
-    def __init__(self, sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., chunk_size: _Optional[int] = ..., chunk_sha256: _Optional[_Iterable[bytes]] = ..., kind: _Optional[_Union[Kind, str]] = ..., schema_sha256: _Optional[bytes] = ..., at: _Optional[_Union[Position, _Mapping]] = ..., header: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    data: bytes
+    def __init__(self, sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., chunk_size: _Optional[int] = ..., chunk_sha256: _Optional[_Iterable[bytes]] = ..., kind: _Optional[_Union[Kind, str]] = ..., schema_sha256: _Optional[bytes] = ..., at: _Optional[_Union[Position, _Mapping]] = ..., header: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Range(_message.Message):
     __slots__ = ("first", "count")

@@ -26,9 +26,9 @@ from mycelia.aggregator.wire.problems import (
 )
 
 __all__ = [
-    "ENDS_STREAM", "MAX_CHUNK", "MAX_DEPTH", "MAX_FRAME", "MAX_LIST", "MAX_TEXT", "STATUS", "ClientFrame",
-    "FrameError", "Problem", "Reason", "Sequence", "ServerFrame", "decode_client", "decode_enrol_reply",
-    "decode_enrol_request", "decode_server", "encode",
+    "ENDS_STREAM", "MAX_CHUNK", "MAX_DEPTH", "MAX_FRAME", "MAX_INLINE", "MAX_LIST", "MAX_TEXT", "STATUS",
+    "ClientFrame", "FrameError", "Problem", "Reason", "Sequence", "ServerFrame", "decode_client",
+    "decode_enrol_reply", "decode_enrol_request", "decode_server", "encode", "encode_client", "encode_server",
 ]  # fmt: skip
 
 ClientFrame = pb.ClientFrame
@@ -37,7 +37,9 @@ ServerFrame = pb.ServerFrame
 MAX_CHUNK: Final = 2**20
 """Bytes of a chunk, of a document or of an envelope inside a frame."""
 MAX_FRAME: Final = MAX_CHUNK + 2**16
-"""Bytes of a frame; gRPC's receive limit on both sides."""
+"""Bytes of one gRPC message, which holds one frame or more; its receive limit on both sides."""
+MAX_INLINE: Final = 2**13
+"""Bytes of a payload that travels with its offer."""
 MAX_LIST: Final = 2**15
 MAX_DEPTH: Final = 8
 
@@ -66,6 +68,7 @@ _BYTES: Final[Mapping[str, tuple[int, int]]] = {
     "Offer.schema_sha256": (_PERHAPS, 32),
     "Offer.header": (_PERHAPS, 2**14),
     "Offer.signature": (_PERHAPS, 64),
+    "Offer.data": (_PERHAPS, MAX_INLINE),
     "Want.sha256": _HASH,
     "Chunk.sha256": _HASH,
     "Chunk.data": (1, MAX_CHUNK),
@@ -92,6 +95,8 @@ _EXACT: Final = {
 }  # fmt: skip
 # What must be there besides bytes with a least size; zero is not there.
 _REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {
+    "ClientFrames": ("frames",),
+    "ServerFrames": ("frames",),
     "ClientFrame": ("seq",),
     "ServerFrame": ("seq",),
     "Position": ("run",),
@@ -293,22 +298,22 @@ def _check(data: bytes, message: str) -> None:
     _scan(data, 0, len(data), _shape(message), 1)
 
 
-def decode_client(data: bytes) -> pb.ClientFrame:
-    """A frame from a device.
+def decode_client(data: bytes) -> pb.ClientFrames:
+    """Frames from a device, at least one.
 
     Args:
         data: the bytes of one gRPC message.
 
     Raises:
-        FrameError: `TOO_LARGE` above `MAX_FRAME`; `FRAME`: bytes that are no frame, a field that is unknown,
+        FrameError: `TOO_LARGE` above `MAX_FRAME`; `FRAME`: bytes that are no frames, a field that is unknown,
             missing, too long or stands twice, a number out of range, an enum without a meaning.
     """
-    return _decode(data, pb.ClientFrame)
+    return _decode(data, pb.ClientFrames)
 
 
-def decode_server(data: bytes) -> pb.ServerFrame:
-    """A frame from the server; errors as in `decode_client`."""
-    return _decode(data, pb.ServerFrame)
+def decode_server(data: bytes) -> pb.ServerFrames:
+    """Frames from the server; errors as in `decode_client`."""
+    return _decode(data, pb.ServerFrames)
 
 
 def decode_enrol_request(data: bytes) -> pb.EnrolRequest:
@@ -321,8 +326,18 @@ def decode_enrol_reply(data: bytes) -> pb.EnrolReply:
     return _decode(data, pb.EnrolReply)
 
 
-def encode(frame: pb.ClientFrame | pb.ServerFrame | pb.EnrolRequest | pb.EnrolReply) -> bytes:
-    """The bytes of a frame, which the decoder of the other side takes.
+def encode_client(*frames: pb.ClientFrame) -> bytes:
+    """The bytes of a device's frames; errors as in `encode`."""
+    return encode(pb.ClientFrames(frames=frames))
+
+
+def encode_server(*frames: pb.ServerFrame) -> bytes:
+    """The bytes of a server's frames; errors as in `encode`."""
+    return encode(pb.ServerFrames(frames=frames))
+
+
+def encode(frame: pb.ClientFrames | pb.ServerFrames | pb.EnrolRequest | pb.EnrolReply) -> bytes:
+    """The bytes of a message, which the decoder of the other side takes.
 
     Raises:
         FrameError: it would not: see `decode_client`.

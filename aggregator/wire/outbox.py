@@ -10,12 +10,14 @@ from mycelia.aggregator.wire.frames import FrameError, Problem, Reason
 from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.transfer import Outgoing
 
-__all__ = ["MAX_QUEUED", "MAX_QUEUED_BYTES", "Outbox"]
+__all__ = ["MAX_QUEUED", "MAX_QUEUED_BYTES", "TOGETHER", "Outbox"]
 
 MAX_QUEUED: Final = 1024
 """Messages that may wait for the other side to read."""
 MAX_QUEUED_BYTES: Final = 2**25
 """Bytes of these, 32 MiB."""
+TOGETHER: Final = 2**16
+"""Bytes up to which messages share one of gRPC's."""
 
 _REMEMBERED: Final = 64  # payloads of which a want that comes too late is no mistake
 
@@ -78,7 +80,8 @@ class Outbox(Generic[_Frame]):
             Problem: see `put`.
         """
         key = _key(outgoing.offer)
-        self.put(self._frame(offer=outgoing.restart()))
+        outgoing.restart()
+        self.put(self._frame(offer=outgoing.offer))
         self._transfers[key] = outgoing
         self._offered.append(key)
         if key not in self._turn:
@@ -111,19 +114,30 @@ class Outbox(Generic[_Frame]):
         for key in [key for key, outgoing in self._transfers.items() if outgoing.offer.at == said]:
             self._drop(key)
 
-    def next(self) -> _Frame | None:
-        """What to send now, without its number; None until there is more."""
-        if self._messages:
+    def next(self) -> list[_Frame]:
+        """What to send now, together and without numbers; nothing until there is more."""
+        frames: list[_Frame] = []
+        room = TOGETHER
+        while self._messages and (not frames or self._messages[0][1] <= room):
             frame, size = self._messages.popleft()
             self._bytes -= size
-            return frame
+            room -= size
+            frames.append(self._with_data(frame) if frame.HasField("offer") else frame)
+        if frames:
+            return frames
         for _ in range(len(self._turn)):
             self._turn.rotate(-1)
             chunk = self._transfers[self._turn[-1]].next()
             if chunk is not None:
-                made: _Frame = self._frame(chunk=chunk)
-                return made
-        return None
+                return [self._frame(chunk=chunk)]
+        return []
+
+    def _with_data(self, frame: _Frame) -> _Frame:
+        """An offer with the payload that it takes along, if that is small; made when it is sent."""
+        outgoing = self._transfers.get(_key(frame.offer))
+        if outgoing is not None:
+            frame.offer.data = outgoing.small
+        return frame
 
     def _drop(self, key: _Key) -> None:
         del self._transfers[key]

@@ -28,9 +28,9 @@ from mycelia.privacy.secagg.masks import Words, add_packed, packed_size
 from mycelia.privacy.secagg.round_config import RoundConfig
 
 __all__ = [
-    "BLOCK_BYTES", "MAX_HEADER", "MAX_NAME", "MAX_RANK", "MAX_TENSORS", "Layout", "Place", "add_masked",
-    "block_of", "check_finite", "check_masked_size", "check_tensors", "check_tensors_size", "expected",
-    "non_finite", "read_tensors", "write_tensors",
+    "BLOCK_BYTES", "MAX_HEADER", "MAX_NAME", "MAX_RANK", "MAX_TENSORS", "Layout", "Place", "TensorsCheck",
+    "add_masked", "block_of", "check_finite", "check_masked_size", "check_tensors", "check_tensors_size",
+    "expected", "non_finite", "read_tensors", "write_tensors",
 ]  # fmt: skip
 
 MAX_HEADER: Final = 2**20
@@ -194,6 +194,28 @@ def check_tensors(
     if start + at != size:
         raise _bad(f"tensors end at {start + at} of {size} bytes", "with the payload's end")
     return Layout(tuple(places), start, size)
+
+
+class TensorsCheck:
+    """`check_tensors` for many payloads of the same tensors: a header that was looked at before is known.
+
+    Args:
+        schema: of the model.
+        roles: those that are sent.
+        more: what an algorithm sends beside the model.
+    """
+
+    def __init__(self, schema: Schema, roles: Iterable[Role], more: Iterable[Entry] = ()) -> None:
+        self._expected = schema, tuple(roles), tuple(more)
+        self._header, self._layout = b"", Layout((), 0, 0)
+
+    def __call__(self, data: Buffer, size: int) -> Layout:
+        """Where the tensors of a payload lie; see `check_tensors`."""
+        known = self._layout
+        if size != known.size or bytes(data[: known.start]) != self._header:
+            self._layout = known = check_tensors(data, size, *self._expected)
+            self._header = bytes(data[: known.start])
+        return known
 
 
 def non_finite(data: Buffer, layout: Layout) -> str:

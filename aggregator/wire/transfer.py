@@ -19,7 +19,7 @@ from hashlib import sha256
 from typing import Final, Protocol
 
 from mycelia.aggregator.wire import federation_pb2 as pb
-from mycelia.aggregator.wire.frames import FrameError, Problem, Reason
+from mycelia.aggregator.wire.frames import MAX_INLINE, FrameError, Problem, Reason
 from mycelia.aggregator.wire.offers import Buffer, Manifest, Payload
 from mycelia.aggregator.wire.position import Position
 
@@ -65,6 +65,11 @@ class Outgoing:
     def __len__(self) -> int:
         """Chunks that the receiver has asked for and that were not sent yet."""
         return len(self._asked)
+
+    @property
+    def small(self) -> bytes:
+        """The payload, if it goes along with its offer: then it is so small that asking would cost more."""
+        return self._payload.chunk(0) if self._count == 1 and self._payload.size <= MAX_INLINE else b""
 
     def restart(self) -> pb.Offer:
         """The offer to make on a new stream; what was asked for on the old one is void."""
@@ -159,15 +164,24 @@ class Incoming:
         """The chunks that are here."""
         return list(ranges(index for index, here in enumerate(self._held) if here))
 
-    def ask(self, now: float) -> pb.Want | None:
+    def ask(self, now: float, data: bytes = b"") -> pb.Want | None:
         """What is wanted now: chunks up to the credit, or nothing at all when everything is here.
+
+        Args:
+            now: seconds.
+            data: what came with the offer, if anything: the only chunk.
 
         Returns:
             None when enough is on its way already.
 
         Raises:
-            Problem: `BAD_PAYLOAD`: everything was here, and the whole is not what was offered.
+            FrameError: data, and there are more chunks.
+            Problem: `BAD_PAYLOAD`: everything is here, and the whole is not what was offered; see `chunk`.
         """
+        if data and self.manifest.count > 1:
+            raise _broken(f"data with an offer of {self.manifest.count} chunks", "that of a single one")
+        if data and self._missing and self.manifest.fits(0, data):  # else it is asked for
+            self._store(0, data)
         if not self._missing:
             self._finish()
             return self._want([])

@@ -25,7 +25,7 @@ from mycelia.aggregator.service import Service
 from mycelia.aggregator.spool import Spool, Spooled
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.channel import METHOD
-from mycelia.aggregator.wire.frames import Problem, decode_server, encode
+from mycelia.aggregator.wire.frames import Problem, decode_server, encode_client
 from mycelia.client.identity import DeviceIdentity, DeviceKeys
 from mycelia.privacy.secagg.certificates import DAY, Certificate, Operator, tls_sha256
 from mycelia.privacy.secagg.enrolment import Reply
@@ -191,12 +191,15 @@ class Device:
         self.keys = keys
         self.call = self._channel.stream_stream(METHOD, None, None)(None)
         self.sent = 0
+        self._came: list[pb.ServerFrame] = []
         self.goodbye: pb.Goodbye | None = None
 
     async def read(self) -> pb.ServerFrame:
-        data = await self.call.read()
-        assert isinstance(data, bytes), "the stream has ended"
-        frame = decode_server(data)
+        if not self._came:
+            data = await self.call.read()
+            assert isinstance(data, bytes), "the stream has ended"
+            self._came.extend(decode_server(data).frames)
+        frame = self._came.pop(0)
         if frame.HasField("goodbye"):
             self.goodbye = frame.goodbye
         return frame
@@ -211,7 +214,7 @@ class Device:
     async def write(self, frame: pb.ClientFrame) -> None:
         self.sent += 1
         frame.seq = self.sent
-        await self.call.write(encode(frame))
+        await self.call.write(encode_client(frame))
 
     async def hello(self) -> pb.Welcome:
         assert self.keys is not None

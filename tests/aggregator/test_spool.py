@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycelia.aggregator.spool import OPEN, POOLED, UNDER_WAY, Spool, Spooled
+from mycelia.aggregator.spool import COMING, OPEN, POOLED, UNDER_WAY, Spool, Spooled
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.frames import Problem, Reason
 from mycelia.aggregator.wire.offers import LEAST_CHUNK, Payload
@@ -236,6 +236,33 @@ def test_small_ones_go_past_those_that_wait_for_a_file(tmp_path: Path) -> None:
     assert Device(3, 150_000).offer(spool)
     assert not Device(4, 150_000).offer(spool)  # neither memory nor disk
     assert spool.pool_used == 150_000
+
+
+def test_small_ones_come_in_turn(spool: Spool) -> None:
+    """Together they would be in memory several times while they are on their way; nobody is refused."""
+    size = COMING // 8
+    devices = {client: Device(client, size) for client in range(1, 31)}
+    asked: list[int] = []
+    for client, device in devices.items():
+        reply = spool.offer(client, device.outgoing.restart(), 0)
+        assert reply is not None
+        if reply.want is not None:
+            device.outgoing.want(reply.want)
+            asked.append(client)
+    assert (asked, spool.waiting, spool.pool_used) == (list(range(1, 9)), 22, COMING)
+    spool.disconnect(30)
+    for client in asked:
+        payload = devices[client].send(spool)
+        assert payload is not None
+        assert content(payload) == devices[client].data
+        for reply in spool.room(0):
+            assert reply.want is not None
+            devices[reply.client].outgoing.want(reply.want)
+            asked.append(reply.client)
+        spool.release(payload)
+        assert spool.pool_used <= COMING + size
+    assert asked == list(range(1, 30))
+    assert (spool.waiting, spool.pool_used, files(spool)) == (0, 0, [])
 
 
 def test_memory_that_is_full_spills_to_files(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The sum of plain updates: exact, whole or not at all, and that of the simulator to the bit."""
 
+import math
 import tracemalloc
 from collections.abc import Iterable
 from fractions import Fraction
@@ -11,7 +12,7 @@ from torch import nn
 
 from mycelia.aggregator.tensor_sum import TensorSum
 from mycelia.aggregator.wire.frames import Problem, Reason
-from mycelia.aggregator.wire.payload import Layout, check_tensors, write_tensors
+from mycelia.aggregator.wire.payload import BLOCK_BYTES, Layout, check_tensors, write_tensors
 from mycelia.engine.algorithms.base import Message
 from mycelia.engine.algorithms.model import model_specs, model_terms
 from mycelia.engine.capture import capture
@@ -88,7 +89,8 @@ def test_the_sum_is_that_of_the_simulator(program: Program) -> None:
         payloads[client] = pack(new | {"control": extra}, program.schema, [control])
     for client in reversed(clients):
         weights = dict.fromkeys(form.specs, client + 0.1) | {"control": 2.5}
-        assert len(list(total.fold(*payloads[client], weights))) > 2 * len(layout.places)
+        blocks = math.ceil(layout.size / BLOCK_BYTES)
+        assert len(list(total.fold(*payloads[client], weights))) >= 2 * blocks
     assert torch.equal(simulated.accumulator, deployed.accumulator)
     assert deployed.count == simulated.count == 4
 

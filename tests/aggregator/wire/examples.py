@@ -21,7 +21,7 @@ def place() -> pb.Position:
 def offer() -> pb.Offer:
     return pb.Offer(
         sha256=HASH, size=300, chunk_size=100, chunk_sha256=[HASH] * 3, kind=pb.UPDATE, schema_sha256=HASH,
-        at=place(), header=b"header", signature=SIGNATURE,
+        at=place(), header=b"header", signature=SIGNATURE, data=b"data",
     )  # fmt: skip
 
 

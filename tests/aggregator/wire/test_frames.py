@@ -22,6 +22,7 @@ from mycelia.aggregator.wire.frames import (
     MAX_CHUNK,
     MAX_DEPTH,
     MAX_FRAME,
+    MAX_INLINE,
     MAX_LIST,
     STATUS,
     FrameError,
@@ -33,6 +34,8 @@ from mycelia.aggregator.wire.frames import (
     decode_enrol_request,
     decode_server,
     encode,
+    encode_client,
+    encode_server,
 )
 from mycelia.aggregator.wire.position import Position
 from tests.aggregator.wire import examples
@@ -42,15 +45,28 @@ WIRE = Path(__file__).parents[3] / "aggregator" / "wire"
 
 Decoder = Callable[[bytes], Message]
 DECODERS: list[tuple[Decoder, Message]] = [
-    *((decode_client, frame) for frame in examples.client_frames()),
-    *((decode_server, frame) for frame in examples.server_frames()),
+    *((decode_client, pb.ClientFrames(frames=[frame])) for frame in examples.client_frames()),
+    *((decode_server, pb.ServerFrames(frames=[frame])) for frame in examples.server_frames()),
     (decode_enrol_request, examples.ENROL_REQUEST),
     (decode_enrol_reply, examples.ENROL_REPLY),
 ]
 
 
 def client(**body: Message) -> bytes:
-    return pb.ClientFrame(seq=1, **body).SerializeToString()  # type: ignore[arg-type]
+    return one(pb.ClientFrame(seq=1, **body).SerializeToString())  # type: ignore[arg-type]
+
+
+def one(frame: bytes) -> bytes:
+    """A message of one frame, whatever its bytes are."""
+    return b"\x0a" + varint(len(frame)) + frame
+
+
+def varint(value: int) -> bytes:
+    found = b""
+    while value >= 0x80:
+        found += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return found + bytes([value])
 
 
 def refused(data: bytes, match: str, decode: Decoder = decode_client) -> None:
@@ -90,7 +106,8 @@ def test_the_largest_frames_fit() -> None:
 
 
 def test_numbers_of_zero_need_not_be_there() -> None:
-    frame = decode_client(client(chunk=pb.Chunk(sha256=HASH, data=b"x", at=Position("run", 0, 0).to_wire())))
+    chunk = pb.Chunk(sha256=HASH, data=b"x", at=Position("run", 0, 0).to_wire())
+    (frame,) = decode_client(client(chunk=chunk)).frames
     assert (frame.chunk.index, Position.of(frame.chunk.at)) == (0, Position("run", 0, 0))
 
 
@@ -121,7 +138,15 @@ def test_a_frame_that_is_too_large_is_not_looked_at() -> None:
     ],
 )
 def test_bytes_that_are_no_frame(body: bytes, match: str) -> None:
-    refused(body, match)
+    refused(one(body), match)
+
+
+def test_a_message_holds_frames() -> None:
+    refused(b"", "ClientFrames without frames")
+    refused(b"\x12\x00", "field 2 of type 2 in ClientFrames")
+    pong = pb.ClientFrame(seq=1, pong=pb.Pong(nonce=3))
+    assert list(decode_client(encode_client(pong, pong)).frames) == [pong, pong]
+    refused(one(pong.SerializeToString()) + one(b""), "ClientFrame without seq")
 
 
 def test_what_a_message_needs_has_to_be_there() -> None:
@@ -136,9 +161,9 @@ def test_what_a_message_needs_has_to_be_there() -> None:
                 assert field.name in str(error)  # noqa: PT017
             else:
                 assert f"{name}.{field.name}" in {
-                    "offer.schema_sha256", "offer.header", "offer.signature", "offer.at", "want.missing",
-                    "want.at", "chunk.index", "chunk.at", "decline.field", "decline.asked", "decline.allowed",
-                    "pong.nonce", "bye.reason",
+                    "offer.schema_sha256", "offer.header", "offer.signature", "offer.at", "offer.data",
+                    "want.missing", "want.at", "chunk.index", "chunk.at", "decline.field", "decline.asked",
+                    "decline.allowed", "pong.nonce", "bye.reason",
                 }  # fmt: skip
 
 
@@ -151,6 +176,8 @@ def test_sizes_have_limits() -> None:
     offer = examples.offer()
     offer.schema_sha256 = HASH[:5]
     refused(client(offer=offer), "exactly 32")
+    offer.schema_sha256, offer.data = HASH, bytes(MAX_INLINE + 1)
+    refused(client(offer=offer), "Offer.data of 8193")
     want = pb.Want(sha256=HASH, at=at, missing=[pb.Range(count=1)] * MAX_LIST)
     decode_client(client(want=want))
     want.missing.append(pb.Range(count=1))
@@ -168,14 +195,14 @@ def test_enums_and_text_mean_something() -> None:
 def test_numbers_stay_in_their_range() -> None:
     position = b"\x0a\x03run\x18\xff\xff\xff\xff\x1f"  # attempt 2**33 - 1
     ready = b"\x0a" + bytes([len(position)]) + position
-    refused(b"\x08\x01\x1a" + bytes([len(ready)]) + ready, "below 4294967296")
+    refused(one(b"\x08\x01\x1a" + bytes([len(ready)]) + ready), "below 4294967296")
 
 
 def test_what_is_sent_passes_the_same_checks() -> None:
     with pytest.raises(FrameError, match="without at"):
-        encode(pb.ClientFrame(seq=1, ready=pb.Ready()))
+        encode_client(pb.ClientFrame(seq=1, ready=pb.Ready()))
     with pytest.raises(FrameError, match="without seq"):
-        encode(pb.ClientFrame(pong=pb.Pong()))
+        encode_client(pb.ClientFrame(pong=pb.Pong()))
 
 
 def test_announced_sizes_cost_nothing() -> None:
@@ -211,7 +238,7 @@ def decoded(decode: Decoder, data: bytes) -> None:
 @given(st.sampled_from([decode_client, decode_server, decode_enrol_request, decode_enrol_reply]), st.binary())
 def test_any_bytes(decode: Decoder, data: bytes) -> None:
     decoded(decode, data)
-    decoded(decode, b"\x08\x01" + data)
+    decoded(decode, one(b"\x08\x01" + data))
 
 
 @settings(max_examples=200, deadline=None)
@@ -283,7 +310,7 @@ def test_a_problem_travels() -> None:
     long = Problem(Reason.BUG, "ä" * 500)
     assert 250 < len(long.hint.encode()) <= 256
     assert Problem.of(long.goodbye(5)).ends_stream
-    encode(pb.ServerFrame(seq=1, outcome=long.outcome(AT)))
+    encode_server(pb.ServerFrame(seq=1, outcome=long.outcome(AT)))
 
 
 def test_a_reason_that_does_not_exist_is_refused() -> None:

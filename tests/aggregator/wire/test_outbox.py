@@ -6,9 +6,9 @@ import pytest
 
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.channel import check_plaintext, is_loopback, split_address
-from mycelia.aggregator.wire.frames import FrameError, Problem, Reason
+from mycelia.aggregator.wire.frames import MAX_INLINE, FrameError, Problem, Reason
 from mycelia.aggregator.wire.offers import LEAST_CHUNK, Payload
-from mycelia.aggregator.wire.outbox import MAX_QUEUED, MAX_QUEUED_BYTES, Outbox
+from mycelia.aggregator.wire.outbox import MAX_QUEUED, MAX_QUEUED_BYTES, TOGETHER, Outbox
 from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.transfer import Outgoing
 from mycelia.engine.errors import ConfigError
@@ -32,35 +32,65 @@ def want(transfer: Outgoing, first: int = 0, count: int = 0) -> pb.Want:
 
 def test_messages_keep_their_order_and_pings_go_first() -> None:
     box = Outbox(pb.ServerFrame)
-    assert box.next() is None
+    assert box.next() == []
     for nonce in (1, 2, 3):
         box.put(ping(nonce))
     box.put(ping(9), first=True)
-    assert [box.next() for _ in range(4)] == [ping(9), ping(1), ping(2), ping(3)]
-    assert box.next() is None
+    assert box.next() == [ping(9), ping(1), ping(2), ping(3)]
+    assert box.next() == []
+
+
+def test_messages_go_together_up_to_a_size() -> None:
+    def said(size: int) -> pb.ServerFrame:
+        return pb.ServerFrame(secagg=pb.SecAgg(at=AT.to_wire(), data=bytes(size)))
+
+    box = Outbox(pb.ServerFrame)
+    sizes = [TOGETHER + 1, 10, TOGETHER // 2, TOGETHER // 2, 10]
+    for size in sizes:
+        box.put(said(size))
+    assert box.next() == [said(TOGETHER + 1)]
+    assert box.next() == [said(10), said(TOGETHER // 2)]
+    assert box.next() == [said(TOGETHER // 2), said(10)]
+    assert box.next() == []
+
+
+def test_a_small_payload_goes_with_its_offer() -> None:
+    at = AT
+    for size, inside in ((MAX_INLINE, True), (MAX_INLINE + 1, False)):
+        payload = Payload(bytes(size))
+        sent = Outgoing(payload, payload.offer(pb.MODEL, at, schema_sha256=bytes(32)))
+        box = Outbox(pb.ServerFrame)
+        box.offer(sent)
+        (frame,) = box.next()
+        assert frame.offer.data == (bytes(size) if inside else b"")
+        assert not sent.offer.data  # it may go to many, and be kept
+        box.want(want(sent, 0, 1))  # whoever has not kept it asks
+        (chunk,) = box.next()
+        assert chunk.chunk.data == bytes(size)
 
 
 def test_chunks_come_in_turn_when_nothing_else_is_to_be_said() -> None:
     box, one, other = Outbox(pb.ServerFrame), outgoing(1), outgoing(2)
     box.offer(one)
     box.offer(other)
-    assert [box.next(), box.next()] == [pb.ServerFrame(offer=each.offer) for each in (one, other)]
-    assert box.next() is None
+    assert box.next() == [pb.ServerFrame(offer=each.offer) for each in (one, other)]
+    assert box.next() == []
     assert box.want(want(one, 0, 3)) is None
     box.want(want(other, 5, 2))
     got = []
-    while (frame := box.next()) is not None:
+    while frames := box.next():
+        (frame,) = frames
         got.append((frame.chunk.sha256, frame.chunk.index))
         if len(got) == 2:
             box.put(ping(1))
-            assert box.next() == ping(1)
+            assert box.next() == [ping(1)]
     first, second = one.offer.sha256, other.offer.sha256
     assert got == [(first, 0), (second, 5), (first, 1), (second, 6), (first, 2)]
     assert box.want(want(one)) is one
     assert box.want(want(one)) is None  # said twice
     box.withdraw(AT)
     assert box.want(want(other, 0, 1)) is None  # it came too late
-    assert box.next() is None
+    assert box.next() == []
 
 
 def test_a_want_of_what_was_never_offered() -> None:

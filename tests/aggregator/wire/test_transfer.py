@@ -187,6 +187,37 @@ def test_a_payload_that_is_here_is_not_sent_again() -> None:
     assert outgoing.done
 
 
+def test_the_only_chunk_may_come_with_the_offer() -> None:
+    data = bytes_of(100)
+    outgoing, incoming, sink = begin(data, 100)
+    assert outgoing.small == data
+    want = incoming.ask(0, data)
+    assert want is not None
+    outgoing.want(want)
+    assert (incoming.complete, outgoing.done, outgoing.next()) == (True, True, None)
+    assert bytes(sink.read(0, 100)) == data
+    assert incoming.ask(0, data) == want  # after a reconnect
+    assert incoming.received == 100
+
+
+def test_what_came_damaged_with_the_offer_is_asked_for() -> None:
+    outgoing, incoming, _ = begin(bytes_of(100), 100)
+    outgoing.restart()
+    for _ in range(MAX_REASKS):
+        incoming.pause()
+        want = incoming.ask(0, b"x" * 100)
+        assert want is not None
+        assert list(want.missing) == [pb.Range(first=0, count=1)]
+    outgoing.want(want)
+    chunk = outgoing.next()
+    assert chunk is not None
+    incoming.chunk(chunk, 0)
+    assert incoming.complete
+    _, other, _ = begin(bytes_of(200), 100)
+    with pytest.raises(FrameError, match="an offer of 2 chunks"):
+        other.ask(0, b"x" * 100)
+
+
 # --- chunks that are wrong ---
 
 

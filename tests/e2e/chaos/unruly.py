@@ -48,9 +48,14 @@ class UnrulyLink(Link):
             return following
         return frame
 
-    async def write(self, frame: pb.ClientFrame) -> bool:
+    async def write(self, *frames: pb.ClientFrame) -> bool:
+        sent = [each for frame in frames for each in self._twisted(frame)]
+        return await super().write(*sent) if sent else True
+
+    def _twisted(self, frame: pb.ClientFrame) -> list[pb.ClientFrame]:
+        """What is sent in its place."""
         if frame.WhichOneof("body") in _STREAM:
-            return await super().write(frame)
+            return [frame]
         frames = [frame]
         if self._hit():
             frames.append(_copy(frame))
@@ -61,10 +66,7 @@ class UnrulyLink(Link):
             # What follows these is what they announce: a chunk, or the wish for one.
             self._held = _copy(frame)
             frames = frames[1:]
-        fine = True
-        for each in frames:
-            fine = await super().write(each)
-        return fine
+        return frames
 
 
 def _copy(frame: pb.ClientFrame) -> pb.ClientFrame:
