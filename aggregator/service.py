@@ -28,7 +28,7 @@ from mycelia.aggregator.deadlines import SHUTDOWN_S, Waits
 from mycelia.aggregator.identity import ServerKeys
 from mycelia.aggregator.limits import Gate, Limits, Rates
 from mycelia.aggregator.spool import POOLED, Reply, Spool, Spooled
-from mycelia.aggregator.streams import Context, Gone, Link, Stream, Traffic
+from mycelia.aggregator.streams import Context, Gone, Link, Stream, Traffic, Turns
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.channel import OPTIONS, SERVICE, check_plaintext, split_address
 from mycelia.aggregator.wire.frames import MAX_CHUNK, MAX_INLINE, FrameError, Problem, Reason
@@ -151,6 +151,7 @@ class Service:
         self.traffic, self.refused = Traffic(), Counter[Reason]()
         self._admission = Admission(keys, roster, insecure=insecure, wall=wall)
         self._streams: dict[int, Stream] = {}
+        self._turns = Turns()
         self.beyond: Beyond | None = None
         self._draining: Problem | None = None
         self._server: aio.Server | None = None
@@ -419,7 +420,7 @@ class Service:
         except Problem:
             self._gate.failed(link.peer, _clock())
             raise
-        stream = Stream(admitted, link, self._waits)
+        stream = Stream(admitted, link, self._waits, turns=self._turns)
         await self._register(stream)
         try:
             await self._welcome(stream, await self._handler.held(stream.client))

@@ -36,7 +36,7 @@ COMING: Final = 2**23
 """Bytes of them that are asked for at a time, 8 MiB, or one: on its way each is in memory several times."""
 OPEN: Final = 4
 """The most payloads that one client may have on their way."""
-UNDER_WAY: Final = 64
+UNDER_WAY: Final = 32
 """Chunks that all senders of large payloads together may have under way, but for one each: what comes faster
 than it is put together lies in memory."""
 

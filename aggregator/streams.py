@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,11 +21,13 @@ from mycelia.aggregator.wire.frames import Problem, Reason, Sequence, decode_cli
 from mycelia.aggregator.wire.outbox import Outbox
 from mycelia.aggregator.wire.transfer import LEAST_RATE
 
-__all__ = ["Gone", "Link", "Stream", "Traffic"]
+__all__ = ["Gone", "Link", "Stream", "Traffic", "Turns"]
 
 Context = aio.ServicerContext[bytes, bytes]
 Take = Callable[[pb.ClientFrame], Coroutine[Any, Any, None]]
 
+_AT_ONCE: Final = 16  # chunks, up to 1 MiB each
+_TURN_S: Final = 0.2
 _GOODBYE_S: Final = 1.0  # a device that does not read cannot be told why
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -44,6 +47,25 @@ class Traffic:
 
     received: int = 0
     sent: int = 0
+
+
+class Turns:
+    """Who of all streams may hand a chunk to gRPC, which keeps it in memory twice until it is on its way."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(_AT_ONCE)
+
+    @contextlib.asynccontextmanager
+    async def taken(self) -> AsyncIterator[None]:
+        """A turn; a device that reads slowly does not keep it from the others."""
+        await self._free.acquire()
+        late = _loop().call_later(_TURN_S, self._free.release)
+        try:
+            yield
+        finally:
+            if _loop().time() < late.when():
+                late.cancel()
+                self._free.release()
 
 
 class Link:
@@ -103,6 +125,7 @@ class Link:
         for frame in frames:
             frame.seq = self._out.next()
         data = encode_server(*frames)
+        del frames  # while this waits, there is one copy here
         self._blocked_until = _loop().time() + self._waits.stall + len(data) / LEAST_RATE
         try:
             await self._context.write(data)
@@ -154,6 +177,7 @@ class Stream:
         credit: chunks that were asked for and have not come.
         heard: when the last frame came.
         delay_s: after which the device may come again.
+        turns: of all streams.
     """
 
     admitted: Admitted
@@ -167,6 +191,7 @@ class Stream:
     credit: int = 0
     heard: float = 0.0
     delay_s: float = 0.0
+    turns: Turns = field(default_factory=Turns)
     _pings: int = 0
     _timer: asyncio.TimerHandle | None = None
 
@@ -237,11 +262,14 @@ class Stream:
     async def _write(self) -> None:
         while True:
             frames = self.outbox.next()
-            if frames:
-                await self.link.write(*frames)
-            else:
+            if not frames:
                 self.wake.clear()
                 await self.wake.wait()
+            elif frames[0].HasField("chunk"):
+                async with self.turns.taken():
+                    await self.link.write(frames.pop())
+            else:
+                await self.link.write(*frames)
 
     def _beat(self) -> None:
         """A ping is due, or the device is lost."""

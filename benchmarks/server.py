@@ -1,6 +1,6 @@
 """The aggregation server under load: devices that do not train, over TLS on this machine.
 
-    python benchmarks/server.py [--cases overhead,updates,ingest,connected,memory,reconnect,resume]
+    python benchmarks/server.py [--cases grpc,overhead,updates,ingest,connected,memory,reconnect,resume]
 
 Prints one JSON object. The server runs in this process, the devices in a second one, which also watches the
 server's memory. Every device has keys of its own and sends one shared payload; what it costs is the protocol:
@@ -326,7 +326,9 @@ async def serve(case: Case, made: Any, world: World, folder: Path) -> dict[str, 
 
     server.board.round_ended = ended  # type: ignore[method-assign]
     everybody = await server.floor.wait_until(lambda: len(server.floor.here) >= case.devices, 300.0)
+    connected, cpu = anonymous(os.getpid()), time.process_time()
     results = await server.run()
+    cpu = time.process_time() - cpu
     said: dict[str, Any] = {}
     while "over" not in said:
         kind, what = await asyncio.to_thread(ours.recv)
@@ -354,10 +356,86 @@ async def serve(case: Case, made: Any, world: World, folder: Path) -> dict[str, 
         "loop_late_ms": 1000 * late[0],
         "idle_mb": over["idle"] / 1e6,
         "peak_over_idle_mb": (over["peak"] - over["idle"]) / 1e6,
+        "connections_mb": (connected - over["idle"]) / 1e6,
+        "peak_over_connected_mb": (over["peak"] - connected) / 1e6,
         "peak_over_model": (over["peak"] - over["idle"]) / (4 * case.parameters),
+        "server_cpu_ms_per_round": 1000 * cpu / max(1, len(rounds)),
         "lost": over["lost"],
         "received_mb": traffic.received / 1e6,
     }
+
+
+# --- gRPC alone -----------------------------------------------------------------------------------
+
+
+async def exchanges(world: World, streams: int, size: int, rounds: int) -> dict[str, Any]:
+    """What gRPC's Python takes on this machine to send so many bytes to every device and as many back."""
+    import grpc
+    from grpc import aio
+
+    from mycelia.privacy.secagg.certificates import Operator
+    from mycelia.privacy.secagg.private_keys import certificate_pem
+
+    boxes: list[asyncio.Queue[bytes | None]] = []
+    came: asyncio.Queue[int] = asyncio.Queue()
+    everybody = asyncio.Event()
+
+    async def connect(_: object, context: Any) -> None:
+        box: asyncio.Queue[bytes | None] = asyncio.Queue()
+        boxes.append(box)
+        if len(boxes) == streams:
+            everybody.set()
+        while (data := await box.get()) is not None:
+            await context.write(data)
+            came.put_nowait(len(await context.read()))
+
+    keys, member = world.keys, world.members[0]
+    handler = grpc.stream_stream_rpc_method_handler(connect)
+    server = aio.server(handlers=[grpc.method_handlers_generic_handler("floor", {"Connect": handler})])
+    pem = Operator.read(world.operator).pem
+    pair = (keys.tls_key_pem, keys.certificate_pem)
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair], pem, True))
+    await server.start()
+    own = (pem, member.tls_pem, certificate_pem(member.certificate))
+    process = multiprocessing.get_context("spawn").Process(
+        target=answer, args=(port, own, streams, size), daemon=True
+    )
+    process.start()
+    await everybody.wait()
+    data, times = os.urandom(size), []
+    for _ in range(rounds):
+        began = time.monotonic()
+        for box in boxes:
+            box.put_nowait(data)
+        for _ in boxes:
+            await came.get()
+        times.append(time.monotonic() - began)
+    for box in boxes:
+        box.put_nowait(None)
+    await server.stop(1.0)
+    process.join(10)
+    steady = times[1:]
+    return {"streams": streams, "bytes": size, "round_ms": 1000 * sum(steady) / len(steady)}
+
+
+def answer(port: int, own: tuple[bytes, bytes, bytes], streams: int, size: int) -> None:
+    """The second process: as many streams, each of which answers what comes with as many bytes."""
+    import grpc
+    from grpc import aio
+
+    async def one() -> None:
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        async with aio.secure_channel(
+            f"127.0.0.1:{port}", grpc.ssl_channel_credentials(*own), options
+        ) as channel:
+            call: Any = channel.stream_stream("/floor/Connect", None, None)(None)
+            while await call.read() is not aio.EOF:
+                await call.write(bytes(size))
+
+    async def everything() -> None:
+        await asyncio.gather(*(one() for _ in range(streams)))
+
+    asyncio.run(everything())
 
 
 async def beat(late: list[float]) -> None:
@@ -386,6 +464,10 @@ def measured(name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    if name == "grpc":
+        world = World(1)
+        small, large = exchanges(world, 100, 4_300, 20), exchanges(world, 100, 100_300, 20)
+        return {"of_4_kb": asyncio.run(small), "of_100_kb": asyncio.run(large)}
     case = CASES[name]
     folder = Path(tempfile.mkdtemp(prefix="mycelia-load-"))
     try:
@@ -396,10 +478,10 @@ def measured(name: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", default="overhead,updates,ingest,connected,memory")
+    parser.add_argument("--cases", default="grpc,overhead,updates,ingest,connected,memory")
     wanted = parser.parse_args().cases.split(",")
-    if unknown := set(wanted) - set(CASES):
-        raise SystemExit(f"unknown cases {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if unknown := set(wanted) - {"grpc", *CASES}:
+        raise SystemExit(f"unknown cases {', '.join(sorted(unknown))}; there are grpc, {', '.join(CASES)}")
     found: dict[str, Any] = {"machine": {"cores": os.cpu_count(), "python": sys.version.split()[0]}}
     for name in wanted:
         print(name, file=sys.stderr)
