@@ -269,6 +269,8 @@ class SecureSumClient:
             envelope = Envelope.decode(data, messages.envelope_limit(config))
             if self._expects is None or (config and envelope.session_id != config.session_id):
                 raise SecureSumError(Reason.SESSION, "a message of another session", client=self.client)
+            if session is not None:
+                self._verify_server(envelope)
             answered = self._answered.get(envelope.kind)
             same = hashlib.sha256(envelope.signed).digest()  # another server of the run may say it again
             if answered is not None and answered.received == same:
@@ -282,8 +284,6 @@ class SecureSumClient:
                     client=self.client,
                     phase=self.phase,
                 )
-            if session is not None:
-                self._verify_server(envelope)
         except SecureSumError as error:
             raise _Refused(error) from error
         if answered is not None:
