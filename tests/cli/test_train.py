@@ -335,12 +335,10 @@ LONG = ["model.hidden=[8]", "epochs=8", "batch_size=4", "checkpoint.steps=100", 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    process = start(
-        *overrides(LONG), "--out", str(tmp_path_factory.mktemp("whole") / "run"), "--format", "json"
-    )
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    found: dict[str, Any] = json.loads(out)
+    printed, out = io.StringIO(), str(tmp_path_factory.mktemp("whole") / "run")
+    with redirect_stdout(printed):
+        assert mycelia("train", *overrides(LONG), "--out", out, "--format", "json") == 0
+    found: dict[str, Any] = json.loads(printed.getvalue())
     return found
 
 

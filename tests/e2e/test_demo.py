@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from mycelia.simulations import load_scenario, simulate
+from tests.cli.command_line import mycelia
 
 pytestmark = pytest.mark.e2e
 
@@ -75,11 +76,14 @@ def terminals(tmp_path: Path) -> Iterator[Terminals]:
         process.communicate()
 
 
-def simulated(folder: Path) -> str:
-    return simulate(load_scenario("demo"), out=folder / "simulated").model_sha256
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return simulate(load_scenario("demo"), out=tmp_path_factory.mktemp("simulated") / "run").model_sha256
 
 
-def test_two_commands_end_by_themselves_with_the_simulated_model(terminals: Terminals) -> None:
+def test_two_commands_end_by_themselves_with_the_simulated_model(
+    terminals: Terminals, simulated: str
+) -> None:
     devices = terminals.client("--count", "3")
     server = terminals.serve()
     found, reports = terminals.result(server), terminals.result(devices)
@@ -88,7 +92,7 @@ def test_two_commands_end_by_themselves_with_the_simulated_model(terminals: Term
     assert found["test_accuracy"] >= 0.90
     assert found["accepted"] == 15
     assert found["bytes_up"] > 0
-    assert found["model_sha256"] == simulated(terminals.folder)
+    assert found["model_sha256"] == simulated
     assert [report["accepted"] for report in reports] == [5, 5, 5]
     folder = terminals.folder / "mycelia-demo"
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -98,19 +102,6 @@ def test_two_commands_end_by_themselves_with_the_simulated_model(terminals: Term
         [sys.executable, "-m", "mycelia.cli", "report", str(folder / "run")], capture_output=True, check=False
     )
     assert shown.returncode == 0, shown.stderr
-
-
-def test_a_server_that_is_killed_goes_on_to_the_same_model(terminals: Terminals) -> None:
-    devices = terminals.client("--count", "3")
-    server = terminals.serve()
-    terminals.wait_for(server, "round 2/5")
-    server.kill()
-    server.wait()
-    again = terminals.serve()
-    found = terminals.result(again)
-    terminals.result(devices)
-    assert found["rounds"] == 5
-    assert found["model_sha256"] == simulated(terminals.folder)
 
 
 def test_a_client_that_is_killed_is_waited_for(terminals: Terminals) -> None:
@@ -128,7 +119,10 @@ def test_a_client_that_is_killed_is_waited_for(terminals: Terminals) -> None:
     assert found["test_accuracy"] >= 0.90
 
 
-def test_interrupted_and_started_again(terminals: Terminals) -> None:
+def test_a_server_that_is_stopped_in_any_way_goes_on_to_the_same_model(
+    terminals: Terminals, simulated: str
+) -> None:
+    """Ctrl-C, the signal of a service manager, and a kill, in one run."""
     devices = terminals.client("--count", "3")
     server = terminals.serve()
     terminals.wait_for(server, "round 1/5  3 of 3")
@@ -142,14 +136,21 @@ def test_interrupted_and_started_again(terminals: Terminals) -> None:
     again.send_signal(signal.SIGTERM)
     again.communicate(timeout=60)
     assert again.returncode == 0
-    last = terminals.serve()
-    assert terminals.result(last)["model_sha256"] == simulated(terminals.folder)
+    killed = terminals.serve()
+    terminals.wait_for(killed, "round 3/5")
+    killed.kill()
+    killed.wait()
+    found = terminals.result(terminals.serve())
     terminals.result(devices)
+    assert found["rounds"] == 5
+    assert found["model_sha256"] == simulated
 
 
-def test_check_says_what_would_be_refused(terminals: Terminals) -> None:
+def test_beside_a_server_that_waits(terminals: Terminals) -> None:
+    """Devices are told what would be refused, and a second server that the port is taken."""
     server = terminals.serve()
     terminals.wait_for(server, "waiting for 3 clients")
+    second = terminals.serve()
     fine = terminals.result(terminals.client("--count", "1", "--check"))
     assert fine["refused"] == []
     assert [run["run"] for run in fine["runs"]] == ["demo"]
@@ -157,22 +158,19 @@ def test_check_says_what_would_be_refused(terminals: Terminals) -> None:
     out, _ = strict.communicate(timeout=120)
     assert strict.returncode == 1
     assert "min_cohort: asked 3, allowed at least 5" in json.loads(out)["runs"][0]["refused"]
-    assert server.poll() is None
-
-
-def test_a_second_server_on_the_port_is_an_error(terminals: Terminals) -> None:
-    first = terminals.serve()
-    terminals.wait_for(first, "listening")
-    second = terminals.serve()
     second.communicate(timeout=120)
     assert second.returncode == 2
     assert "another" in terminals.said(second) or "cannot be bound" in terminals.said(second)
+    assert server.poll() is None
 
 
 @pytest.mark.parametrize("command", ["serve", "client"])
-def test_usage(command: str, terminals: Terminals) -> None:
-    for line in ([command], [command, "--demo", "--config", "x.toml"], [command, "--config", "none.toml"]):
-        process = terminals.start(*line)
-        process.communicate(timeout=60)
-        assert process.returncode == 2, terminals.said(process)
-        assert "Traceback" not in terminals.said(process)
+def test_usage(command: str, terminals: Terminals, capsys: pytest.CaptureFixture[str]) -> None:
+    process = terminals.start(command)
+    process.communicate(timeout=60)
+    assert process.returncode == 2, terminals.said(process)
+    assert "Traceback" not in terminals.said(process)
+    for more in (["--demo", "--config", "x.toml"], ["--config", "none.toml"]):
+        done = mycelia(capsys, command, *more)
+        assert done.code == 2, done.err
+        assert "Traceback" not in done.err

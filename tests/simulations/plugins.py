@@ -77,6 +77,23 @@ class Counting(FedAvg):
         return Update(terms, update.metrics), {"count": count + 1}
 
 
+@dataclass(frozen=True)
+class OddCounting(Counting):
+    """Counting in which the clients whose id is a multiple of `every` fail."""
+
+    name: ClassVar[str] = "odd-counting"
+    every: int = 7
+
+    def local(
+        self, trainer: LocalTrainer, message: Message, data: ClientData, state: Tensors | None
+    ) -> tuple[Update, Tensors | None]:
+        """As Counting, but for the clients that fail after their training."""
+        found = super().local(trainer, message, data, state)
+        if int(data.client) % self.every == 0:
+            raise RuntimeError(f"no battery left on device {data.client}")
+        return found
+
+
 def normed(input_shape: tuple[int, ...], classes: int, width: int = 8) -> nn.Module:
     """A model with batch norm and dropout: buffers, a counter and randomness."""
     return nn.Sequential(

@@ -36,6 +36,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "round": {"quorum": 0.7},
         "behaviour": {"dropout": 0.25},
         "backend": "inline",
+        "plan": "eager",  # a trace of the step takes longer than these runs
         "evaluation": {"every": 0, "clients": 0},
         "secure_sum": BLOCK,
     } | changes

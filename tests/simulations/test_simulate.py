@@ -14,6 +14,8 @@ from mycelia.engine.run import Run
 from mycelia.simulations import Scenario, SimulationResult, resume, simulate
 from tests.small_disk import fill, small_disk
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 PLUGINS = "tests.simulations.plugins"
 
 
@@ -28,6 +30,7 @@ def scenario(**changes: Any) -> Scenario:
         "partition": {"name": "dirichlet", "alpha": 0.5, "min_size": 3},
         "local": {"epochs": 1, "batch_size": 10, "lr": 0.1},
         "backend": "inline",
+        "plan": "eager",  # a trace of the step takes longer than these runs
     }
     return Scenario.model_validate(settings | changes)
 
@@ -47,10 +50,12 @@ def outcomes(path: Path) -> list[tuple[int, Any]]:
 def test_same_hash_inline_and_with_any_number_of_workers(tmp_path: Path, algorithm: str) -> None:
     model = {"name": f"{PLUGINS}:normed"} if algorithm == "fedbn" else "mlp"
     workers = [1, 2, 4] if algorithm == "fedavg" else [2]
-    reference = run(tmp_path, "inline", algorithm=algorithm, model=model)
+    settings: dict[str, Any] = {"algorithm": algorithm, "model": model}
+    settings["plan"] = "interpreter" if algorithm == "scaffold" else "eager"
+    reference = run(tmp_path, "inline", **settings)
     for count in workers:
         backend = {"name": "workers", "workers": count}
-        found = run(tmp_path, f"workers-{count}", algorithm=algorithm, model=model, backend=backend)
+        found = run(tmp_path, f"workers-{count}", backend=backend, **settings)
         assert found.model_sha256 == reference.model_sha256, count
         assert found.test_accuracy == reference.test_accuracy
         assert found.worst_decile_accuracy == reference.worst_decile_accuracy
@@ -92,6 +97,7 @@ def test_resume_ends_with_the_hash_of_the_uninterrupted_run(
 ) -> None:
     settings: dict[str, Any] = {
         "algorithm": algorithm,
+        "plan": "interpreter" if algorithm == "scaffold" else "eager",
         "model": f"{PLUGINS}:normed",
         "cohort": 10,
         "behaviour": {"dropout": 0.2, "speed": {"steps_per_s": 5.0, "sigma": 0.5}},

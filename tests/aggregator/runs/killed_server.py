@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,11 @@ from mycelia.aggregator.outcomes import DeviceOutcome
 from mycelia.aggregator.round_log import RoundLog
 from mycelia.aggregator.runs.server import Places, Server, Work
 from mycelia.privacy.secagg.private_keys import identity_pem
+from tests import forked
 from tests.aggregator.connections import World
 from tests.aggregator.runs.run_world import PATIENT, RECIPE, plan
 
-RECIPE()
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload([__name__])
+RECIPE()  # built once, in the process that the others are forked from
 
 
 @dataclass(frozen=True)
@@ -85,31 +82,13 @@ def write_keys(world: World, folder: Path) -> None:
         (folder / name).chmod(mode)
 
 
-def _imported_once() -> None:
-    """All processes begin as copies of one that has imported this module, and built the model."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[3])
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-
-
 def start(orders: Orders) -> BaseProcess:
-    _imported_once()
-    process = _PROCESSES.Process(target=serve, args=(orders,), daemon=True)
-    process.start()
-    return process
+    return forked.process(serve, orders)
 
 
 def do_elsewhere(what: Callable[[], None]) -> None:
     """Call something that forks, in a process that is safe to fork: this one has threads of gRPC."""
-    _imported_once()
-    process = _PROCESSES.Process(target=what)
-    process.start()
+    process = forked.process(what, daemon=False)
     process.join(60)
     assert process.exitcode == 0
 

@@ -38,8 +38,9 @@ from mycelia.privacy.secagg.certificates import DAY, Certificate, tls_sha256
 from mycelia.privacy.secagg.keys import Identity
 from mycelia.privacy.secagg.private_keys import certificate_pem, new_tls_key, tls_pem
 from mycelia.privacy.secagg.roster import Roster, ServerEntry
+from tests import forked
 from tests.aggregator.connections import NOW, World
-from tests.aggregator.runs.killed_server import _PROCESSES, Kill, _imported_once, name_of, write_keys
+from tests.aggregator.runs.killed_server import Kill, name_of, write_keys
 from tests.aggregator.runs.run_world import PATIENT, Dummy, Quick, plan
 
 SHORT_LEASE_S = 2.5
@@ -129,10 +130,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def start(replica: Replica) -> BaseProcess:
-    _imported_once()
-    process = _PROCESSES.Process(target=serve, args=(replica,), daemon=True)
-    process.start()
-    return process
+    return forked.process(serve, replica)
 
 
 async def ended(process: BaseProcess, seconds: float = 60.0) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +38,8 @@ from tests.aggregator.runs.run_world import (
 from tests.aggregator.runs.secure_world import SecureDummy
 
 if TYPE_CHECKING:
+    from _pytest.mark.structures import ParameterSet
+
     from tests.aggregator.databases import Server as Postgres
 
 pytest_plugins = ["tests.aggregator.databases"]
@@ -100,9 +103,19 @@ def check(two: Two, made: Any, want: str) -> dict[str, Any]:
     return found
 
 
+def every_pair(kinds: Sequence[str], folder: str) -> list[ParameterSet]:
+    """Blobs in rows at every record, and in a folder at one; the other pairs of the two are slow."""
+    return [
+        pytest.param(blobs, kind, marks=() if blobs == "rows" or kind == folder else pytest.mark.slow)
+        for blobs in ("rows", "folder")
+        for kind in kinds
+    ]
+
+
 @pytest.mark.postgres
-@pytest.mark.parametrize("kind", ["ISSUED", "ACCEPTED", "FROZEN", "MERGED"])
-@pytest.mark.parametrize("blobs", ["folder", "rows"])
+@pytest.mark.parametrize(
+    ("blobs", "kind"), every_pair(["ISSUED", "ACCEPTED", "FROZEN", "MERGED"], folder="ACCEPTED")
+)
 def test_the_leader_of_a_plain_round_is_killed(
     pair: Pair, tmp_path: Path, postgres: Postgres, blobs: str, kind: str
 ) -> None:
@@ -126,8 +139,7 @@ def test_the_leader_of_a_plain_round_is_killed(
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("kind", ["CONFIG", "U0", "U1", "U2", "RESULT"])
-@pytest.mark.parametrize("blobs", ["folder", "rows"])
+@pytest.mark.parametrize(("blobs", "kind"), every_pair(["CONFIG", "U0", "U1", "U2", "RESULT"], folder="U1"))
 def test_the_leader_of_a_secure_round_is_killed(
     pair: Pair, tmp_path: Path, postgres: Postgres, blobs: str, kind: str
 ) -> None:

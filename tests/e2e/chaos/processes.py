@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -32,11 +31,10 @@ from mycelia.client import desk, link, runner, transport
 from mycelia.client.config import load_client_config
 from mycelia.client.notices import Accepted, Notice
 from mycelia.client.training import Job
+from tests import forked
 from tests.e2e.chaos.federation import one_thread
 from tests.e2e.chaos.unruly import unruly
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload([__name__, "tests.e2e.chaos.warm"])
 _DIES_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 
 
@@ -178,8 +176,7 @@ class Processes:
         return process
 
     def _start(self, target: Callable[..., None], *arguments: object) -> BaseProcess:
-        process: BaseProcess = _PROCESSES.Process(target=target, args=arguments, daemon=True)
-        process.start()
+        process = forked.process(target, *arguments)
         self._running.append(process)
         return process
 

@@ -38,7 +38,7 @@ def test_undisturbed_first(case: str, processes: Processes, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("rounds", small_and_long(3, 30))
+@pytest.mark.parametrize("rounds", small_and_long(2, 30))
 def test_everything_at_once(case: str, rounds: int, processes: Processes, tmp_path: Path) -> None:
     """Kills, a bad network, and frames that come twice and in another order."""
     devices, settings = CASES[case]

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 needs_compiler = pytest.mark.skipif(_torch.compiler() is None, reason="no C++ compiler")
-COMPILED = ("mlp", "lenet", "resnet8-batch", "transformer")
+QUICK = ("mlp", "lenet", "resnet8-batch", "transformer", "dropout", "unused")
 TRACED = tuple(name for name, case in ZOO.items() if not case.flow)
 Example = tuple[Tensors, Tensors, Tensor, Tensor, Tensors]
 
@@ -110,18 +110,18 @@ def same_training(name: str, plan: str, cache: Path) -> None:
     torch.testing.assert_close(torch.stack(losses), torch.stack(expected[2]), rtol=1e-5, atol=1e-5)
 
 
-@models(tuple(ZOO), quick=(*COMPILED, "dropout", "unused"))
+@models(tuple(ZOO), quick=QUICK)
 def test_eager_is_sgd(name: str, cache: Path) -> None:
     same_training(name, "eager", cache)
 
 
-@models(TRACED, quick=(*COMPILED, "dropout", "unused"))
+@models(TRACED, quick=QUICK)
 def test_the_interpreter_is_sgd(name: str, cache: Path) -> None:
     same_training(name, "interpreter", cache)
 
 
 @needs_compiler
-@models(TRACED, quick=COMPILED)
+@models(TRACED, quick=("mlp",))
 def test_inductor_is_sgd(name: str, cache: Path) -> None:
     same_training(name, "inductor", cache)
 
@@ -131,8 +131,15 @@ def proximal(grads: Tensors, params: Tensors, extra: Tensors) -> Tensors:
     return {n: torch.add(g, params[n] - extra[f"anchor.{n}"], alpha=1e-3) for n, g in grads.items()}
 
 
-@pytest.mark.parametrize("plan", ["interpreter", pytest.param("inductor", marks=needs_compiler)])
-@pytest.mark.parametrize("name", ["mlp", "lenet"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("mlp", "interpreter"),
+        ("lenet", "interpreter"),
+        pytest.param("mlp", "inductor", marks=needs_compiler),
+        pytest.param("lenet", "inductor", marks=[needs_compiler, pytest.mark.slow]),
+    ],
+)
 def test_an_adjusted_step_is_the_eager_one(name: str, plan: str, cache: Path) -> None:
     program = program_of(name)
     found = []
