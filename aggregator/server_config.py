@@ -15,6 +15,7 @@ from mycelia.aggregator.limits import Limits
 from mycelia.aggregator.wire.channel import is_loopback, split_address
 from mycelia.aggregator.wire.offers import MAX_PAYLOAD
 from mycelia.engine.config import Named, Strict, load_config, to_toml
+from mycelia.engine.data.sources import beside, is_path
 from mycelia.engine.errors import ConfigError
 
 __all__ = [
@@ -274,6 +275,7 @@ def _anchored(config: ServerConfig, folder: Path) -> ServerConfig:
                 "blobs": store.blobs if store.blobs == "rows" else at(store.blobs),
             }
         ),
+        "data": None if config.data is None else beside(config.data, folder.resolve()),
         "run": run.model_copy(update={"out": at(run.out or f"runs/{run.name}"), "max_failed_rounds": failed}),
         "round": config.round.model_copy(update={"max_failed_rounds": failed}),
         "status": None if status is None else status.model_copy(update={"token_file": at(status.token_file)}),
@@ -282,10 +284,12 @@ def _anchored(config: ServerConfig, folder: Path) -> ServerConfig:
 
 
 def run_settings(config: FederationConfig) -> bytes:
-    """What all servers of a run agree on: everything but where each listens and keeps its own things."""
+    """What all servers of a run agree on: all but where each listens and keeps its own things and data."""
     if not isinstance(config, ServerConfig):
         return to_toml(config).encode()
     own: dict[str, object] = dict.fromkeys(_SHARED)
+    if config.data is not None and is_path(config.data.name):
+        own["data"] = None
     return to_toml(
         config.model_copy(update=own | {"run": config.run.model_copy(update={"out": None})})
     ).encode()

@@ -17,6 +17,7 @@ from pydantic import Field, field_validator
 from mycelia.aggregator.wire.channel import split_address
 from mycelia.client.policy import ClientPolicy
 from mycelia.engine.config import Named, Strict, load_config
+from mycelia.engine.data.sources import beside
 from mycelia.engine.errors import ConfigError
 from mycelia.privacy.secagg.messages import Threat
 
@@ -367,23 +368,8 @@ def load_client_config(path: Path, overrides: Sequence[str] = ()) -> ClientConfi
         for name in ("identity", "state", "out")
         if (place := getattr(table, name)) is not None
     }
-    changed["data"] = _beside(table.data, folder)
+    changed["data"] = beside(table.data, folder)
     return config.model_copy(update={"client": table.model_copy(update=changed)})
-
-
-def _beside(data: Named, folder: Path) -> Named:
-    """Data with its paths relative to the file, as in `images:ward7/`."""
-    kind, colon, place = data.name.partition(":")
-    options = dict(data.options)
-    if isinstance(options.get("test"), str):
-        options["test"] = str(folder / Path(options["test"]).expanduser())
-    is_path = colon and place and kind in _KINDS
-    name = f"{kind}:{folder / Path(place).expanduser()}" if is_path else data.name
-    return Named(name=name, **options)
-
-
-_KINDS: Final = frozenset({"npz", "parquet", "csv", "arrow", "images", "idx"})
-"""Kinds of data that are named by a path."""
 
 
 def _minutes(hours: str) -> tuple[int, int]:

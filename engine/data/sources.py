@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mycelia.engine.config import Named
 from mycelia.engine.data.builtin import breast_cancer, diabetes, digits, fashion_mnist, synthetic, wine
 from mycelia.engine.data.examples import Dataset
 from mycelia.engine.data.huggingface import load_hf
@@ -19,7 +20,7 @@ from mycelia.engine.data.torch_source import is_pair_of_arrays, to_raw
 from mycelia.engine.errors import ConfigError, DataError
 from mycelia.engine.plugins import check_options, is_reference, nearest, resolve
 
-__all__ = ["BUILTIN", "KINDS", "load"]
+__all__ = ["BUILTIN", "KINDS", "beside", "is_path", "load"]
 
 BUILTIN: dict[str, Callable[..., Dataset]] = {
     "digits": digits,
@@ -39,6 +40,31 @@ KINDS: dict[str, Callable[..., tuple[Raw, Raw | None]]] = {
     "idx": load_idx,
     "hf": load_hf,
 }
+
+
+def is_path(spec: str) -> bool:
+    """Whether a file or folder of this machine is named.
+
+    >>> is_path("images:ward7/"), is_path("digits"), is_path("hf:mnist")
+    (True, False, False)
+    """
+    kind, colon, path = spec.partition(":")
+    return bool(colon and path) and kind in KINDS and kind != "hf"
+
+
+def beside(data: Named, folder: Path) -> Named:
+    """The same data with paths that do not depend on the current folder.
+
+    Args:
+        data: as a configuration names it.
+        folder: that its paths are relative to.
+    """
+    kind, _, path = data.name.partition(":")
+    name = f"{kind}:{folder / Path(path).expanduser()}" if is_path(data.name) else data.name
+    options = dict(data.options)
+    if isinstance(options.get("test"), str):
+        options["test"] = str(folder / Path(options["test"]).expanduser())
+    return Named(name=name, **options)
 
 
 def load(spec: str, **options: Any) -> Dataset:

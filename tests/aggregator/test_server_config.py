@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mycelia.aggregator.limits import Limits
-from mycelia.aggregator.server_config import ServerConfig, check_together, load_server_config
+from mycelia.aggregator.server_config import ServerConfig, check_together, load_server_config, run_settings
 from mycelia.engine.config import to_toml
 from mycelia.engine.errors import ConfigError
 
@@ -73,6 +73,14 @@ def test_paths(tmp_path: Path) -> None:
     assert config.run.out == "/srv/out"
     shared = load(tmp_path, LEAST, "store.url=postgresql://fl@db/mycelia", "store.blobs=rows")
     assert (shared.store.url, shared.store.blobs) == ("postgresql://fl@db/mycelia", "rows")
+    own = load(tmp_path, LEAST, "data=npz:ward7.npz")
+    assert own.data is not None
+    assert own.data.name == f"npz:{tmp_path}/ward7.npz"
+    (tmp_path / "other").mkdir()
+    other = load(tmp_path / "other", LEAST, "data=npz:ward7.npz")
+    mine, others = run_settings(own), run_settings(other)
+    assert mine == others  # servers of one run keep their data where they like
+    assert run_settings(load(tmp_path, LEAST)) != mine
 
 
 def test_failed_rounds(tmp_path: Path) -> None:
