@@ -412,6 +412,7 @@ class LyingServer(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.bench, self.steps = Bench(), 0
+        self.damaged: set[bytes] = set()
 
     @initialize(which=WHICH, end=END, without=ONE)
     def begin(self, which: int, end: str, without: tuple[int, ...]) -> None:
@@ -510,9 +511,12 @@ class LyingServer(RuleBasedStateMachine):
 
     @rule(client=CLIENT, which=st.integers(0, 10**6), place=st.integers(0, 10**6), bit=st.integers(0, 7))
     def damage(self, client: int, which: int, place: int, bit: int) -> None:
-        if self.bench.said:
-            data = bytearray(self.bench.said[which % len(self.bench.said)])
+        # What is damaged twice in the same place is whole again.
+        whole = [data for data in self.bench.said if data not in self.damaged]
+        if whole:
+            data = bytearray(whole[which % len(whole)])
             data[place % len(data)] ^= 1 << bit
+            self.damaged.add(bytes(data))
             assert refused(self.bench.say_bytes(client, bytes(data)))
 
     @precondition(seldom)
