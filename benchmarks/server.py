@@ -286,17 +286,13 @@ def flat(input_shape: tuple[int, ...], classes: int, *, size: int) -> Any:
     """A model of one long vector."""
     from torch import nn
 
-    width = max(1, size // 2)
-
     class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Linear(1, width, bias=False)
-            self.outer = nn.Linear(width, 2, bias=False) if width < 10**6 else None
+            self.inner = nn.Linear(1, size, bias=False)
 
         def forward(self, x: Any) -> Any:
-            hidden = self.inner(x)
-            return self.outer(hidden) if self.outer is not None else hidden[:, :2]
+            return self.inner(x)[:, :2]
 
     return Flat()
 
