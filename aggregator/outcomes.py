@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
-from sqlalchemy import ColumnElement, Connection, bindparam, func, select
+from sqlalchemy import Connection, bindparam, func, select
 
 from mycelia.aggregator.store import Store
 from mycelia.aggregator.store_problems import corrupt
@@ -84,8 +84,7 @@ def claim(connection: Connection, at: Position, client: int, sha256: bytes) -> b
     """
     if connection.execute(_TAKE, _row(at, client) | {"hash": sha256}).rowcount == 1:
         return True
-    here = _is(at) & (outcomes.c.client == client)
-    first = connection.execute(select(outcomes.c.sha256).where(here)).one_or_none()
+    first = connection.execute(select(outcomes.c.sha256).where(_ROW), _row(at, client)).one_or_none()
     who, phase = f"client {client}", "train"
     if first is None:
         raise Problem(
@@ -133,15 +132,13 @@ def settle(connection: Connection, run: str, round: int, settled: Iterable[Devic
                 rule=f"one of {', '.join(sorted(_FATES))}",
                 who=f"client {outcome.client}",
             )
-    rows = [
-        _row(Position(run, round, outcome.attempt), outcome.client) | _values(outcome) for outcome in given
-    ]
-    new = connection.execute(_SETTLE, rows).rowcount if rows else 0
+    rows = [_row(Position(run, round, outcome.attempt), outcome.client) for outcome in given]
+    values = [row | _values(outcome) for row, outcome in zip(rows, given, strict=True)]
+    new = connection.execute(_SETTLE, values).rowcount if values else 0
     if new == len(rows):
         return new
-    for outcome in given:
-        here = _is(Position(run, round, outcome.attempt)) & (outcomes.c.client == outcome.client)
-        if connection.scalar(select(func.count()).where(here)) == 0:
+    for row, outcome in zip(rows, given, strict=True):
+        if connection.scalar(select(func.count()).where(_ROW), row) == 0:
             raise DataError(
                 f"an outcome of round {round}, attempt {outcome.attempt}",
                 rule="who was asked has an outcome, and nobody else",
@@ -191,10 +188,6 @@ def outcomes_of(store: Store, run: str, round: int) -> list[DeviceOutcome]:
         )
         for row in rows
     ]
-
-
-def _is(at: Position) -> ColumnElement[bool]:
-    return (outcomes.c.run == at.run) & (outcomes.c.round == at.round) & (outcomes.c.attempt == at.attempt)
 
 
 def _row(at: Position, client: int) -> dict[str, object]:

@@ -521,8 +521,6 @@ class Service:
                 reply = await self._in_spool(
                     lambda: self._spool.offer(client, offer, now, data), small=offer.size <= POOLED
                 )
-                if self._spool_due == math.inf:  # it waits for nothing so far
-                    self._spool_moved.set()
                 if reply is None:
                     raise Problem(
                         Reason.SPOOL_FULL,
@@ -552,6 +550,8 @@ class Service:
                 stream.end(reply.problem)
             if reply.want is not None:
                 stream.push(pb.ServerFrame(want=reply.want))
+                if reply.want.missing and self._spool_due == math.inf:  # nothing had a deadline so far
+                    self._spool_moved.set()
         if reply.payload is not None:
             await self._handler.payload(reply.client, reply.payload)
             await self._room_in_spool()
@@ -560,6 +560,7 @@ class Service:
         """Payloads that have stalled, and those that find room."""
         while True:
             self._spool_moved.clear()
+            self._spool_due = math.inf  # what is asked for from now on may not be in the deadline that comes
             now = _clock()
             try:
                 replies, deadline = await self._in_spool(partial(_ticked, self._spool, now))
@@ -582,8 +583,6 @@ class Service:
                 await self._told_by_spool(reply)
             except Exception as error:  # whoever made room is not to blame
                 _incident(error, None)
-        if self._spool_due == math.inf:
-            self._spool_moved.set()
 
     async def _in_spool(self, call: Callable[[], _Result], *, small: bool = False) -> _Result:
         """Something with the spool: in its thread, or here at once if it is small and the thread is idle."""

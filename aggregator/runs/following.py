@@ -35,7 +35,7 @@ from mycelia.aggregator.tensor_sum import TensorSum
 from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.metrics import MAX_REPORT_BYTES
 from mycelia.aggregator.wire.offers import Payload
-from mycelia.aggregator.wire.payload import check_tensors, check_tensors_size, expected
+from mycelia.aggregator.wire.payload import TensorsCheck, check_tensors, check_tensors_size, expected
 from mycelia.aggregator.wire.position import Position
 from mycelia.aggregator.wire.problems import Problem, Reason
 from mycelia.aggregator.wire.update_header import UpdateHeader
@@ -64,6 +64,7 @@ class _Work:
         clients: those of this server.
         known: hash of the first update of each.
         offers: headers and offers of updates that are on their way.
+        layout_of: where the tensors of an update lie.
         sum: that updates are added to, made with the first.
         given: what is in it.
     """
@@ -75,6 +76,10 @@ class _Work:
     offers: dict[tuple[int, bytes], tuple[UpdateHeader, pb.Offer]] = field(default_factory=dict)
     sum: TensorSum | None = None
     given: list[Given] = field(default_factory=list)
+    layout_of: TensorsCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout_of = TensorsCheck(*self.plan.entries)
 
 
 class Following:
@@ -335,11 +340,10 @@ class Following:
             claim(connection, at, client, sha256)
 
     def _fold(self, payload: Spooled, header: UpdateHeader, work: _Work) -> None:
-        entries = work.plan.entries
         if work.sum is None:
             work.sum = self._new_sum(work)
         with payload.open() as data:
-            layout = check_tensors(data, payload.manifest.size, *entries)
+            layout = work.layout_of(data, payload.manifest.size)
             for _ in work.sum.fold(data, layout, header.weights):
                 pass
 

@@ -104,8 +104,8 @@ def test_less_than_the_level_is_not_written() -> None:
     log("small", "info")
     log("large", "error")
     logging.getLogger("mycelia.client").info("small")
-    logging.getLogger("another.library").info("small")
-    logging.getLogger("another.library").warning("large, of theirs")
+    logging.getLogger("another.package").info("small")
+    logging.getLogger("another.package").warning("large, of theirs")
     assert [line["event"] for line in lines(stream)] == ["large", "large, of theirs"]
 
 
