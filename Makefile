@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install -qq -c constraints.txt
 # One process a core, and one thread a process: more only take turns.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+PYTEST = $(BIN)/pytest -n auto --dist worksteal
 ROOMS := $(shell sed -n 's/^"mycelia\.[a-z]*" = "\([a-z]*\)".*/\1/p' pyproject.toml)
 # mypy and import-linter cannot see an editable install, so they read the rooms through these links.
 LINKS := build/links

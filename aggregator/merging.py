@@ -21,7 +21,7 @@ from mycelia.privacy.pipeline import Pipeline
 
 __all__ = ["BLOCK", "Blocks", "MergeFailed", "merge", "not_finite"]
 
-BLOCK: Final = 2**20
+BLOCK: Final = 2**18
 """Coordinates that are merged at a time."""
 
 Release = Callable[[int, Total, Tensors], None]

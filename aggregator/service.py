@@ -502,6 +502,9 @@ class Service:
             at = _position(frame)
             if problem.ends_stream or at is None:
                 raise problem from error
+            if problem.reason is Reason.SPOOL_FULL:  # nothing is refused: it is asked for when there is room
+                self.retry_at(stream.client, self._waits.stall, str(problem), at)
+                return
             stream.push(pb.ServerFrame(outcome=problem.outcome(at)))
 
     async def _dispatch(self, stream: Stream, frame: pb.ClientFrame) -> None:
@@ -531,7 +534,7 @@ class Service:
                     )
                 await self._told_by_spool(reply)
             case "chunk":
-                small = len(frame.chunk.data) <= MAX_INLINE
+                small = stream.link.size <= MAX_INLINE
                 await self._told_by_spool(
                     await self._in_spool(lambda: self._spool.chunk(client, frame.chunk, now), small=small)
                 )

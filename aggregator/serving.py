@@ -28,6 +28,7 @@ from mycelia.aggregator.wire.channel import split_address
 from mycelia.engine.data import Dataset, Examples, load
 from mycelia.engine.errors import ConfigError, DataError, MyceliaError
 from mycelia.engine.events import Listener
+from mycelia.engine.heap import share_heap
 from mycelia.engine.plugins import user_code
 from mycelia.engine.recipe import Recipe
 from mycelia.privacy.secagg.canonical import SecureSumError
@@ -92,6 +93,7 @@ async def serve(configs: Sequence[ServerConfig], how: Serving | None = None) -> 
     """
     how = how or Serving()
     check_together(configs)
+    share_heap()
     first = configs[0]
     server_table = first.server
     keys = ServerKeys.open(Path(server_table.keys), int(time.time()))

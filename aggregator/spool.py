@@ -36,7 +36,7 @@ COMING: Final = 2**23
 """Bytes of them that are asked for at a time, 8 MiB, or one: on its way each is in memory several times."""
 OPEN: Final = 4
 """The most payloads that one client may have on their way."""
-UNDER_WAY: Final = 32
+UNDER_WAY: Final = 20
 """Chunks that all senders of large payloads together may have under way, but for one each: what comes faster
 than it is put together lies in memory."""
 
@@ -146,6 +146,7 @@ class Spool:
         self._waiting: dict[_Key, None] = {}
         self._freed = False
         self._coming = 0
+        self._look_again = math.inf  # when the disk may have room that it had not
         self._first: dict[tuple[int, Position, int], bytes] = {}
         self._taken: set[_Key] = set()
         self._over: dict[str, tuple[int, int]] = {}
@@ -157,8 +158,9 @@ class Spool:
         """When the next tick is due; minus infinity when one that waits may find room."""
         if self._freed and self._waiting:
             return -math.inf
+        again = self._look_again if self._waiting else math.inf
         running = (slot.incoming for slot in self._slots.values() if slot.incoming is not None)
-        return min((incoming.deadline for incoming in running), default=math.inf)
+        return min((again, *(incoming.deadline for incoming in running)))
 
     @property
     def waiting(self) -> int:
@@ -216,7 +218,7 @@ class Spool:
             slot = self._add(key, manifest)
         if slot.incoming is None:
             may_spill = next(iter(self._waiting), key) == key
-            if not self._admit(key, slot, may_spill=may_spill):
+            if not self._admit(key, slot, now, may_spill=may_spill):
                 self._waiting[key] = None
                 return Reply(client) if self._fits_pool(manifest.size) else None  # its turn comes soon
         return self._ask(key, slot, now, data)
@@ -244,7 +246,11 @@ class Spool:
         except Problem as problem:
             if problem.reason is Reason.BAD_PAYLOAD:
                 self._drop(key)
+            if problem.reason is Reason.SPOOL_FULL:
+                self._wait_for_disk(key, now)
             raise
+        if want is not None:
+            self._waiting.pop(key, None)
         return Reply(client, want, self._finished(key, slot))
 
     def tick(self, now: float) -> list[Reply]:
@@ -266,11 +272,11 @@ class Spool:
     def room(self, now: float) -> list[Reply]:
         """What to ask those for that had waited and find room, first come first served."""
         replies: list[Reply] = []
-        self._freed = False
+        self._freed, self._look_again = False, math.inf
         may_spill = True
         for key in list(self._waiting):
             slot = self._slots[key]
-            if not self._admit(key, slot, may_spill=may_spill):
+            if slot.incoming is None and not self._admit(key, slot, now, may_spill=may_spill):
                 if self._fits_pool(slot.manifest.size):
                     break  # those before it are still on their way
                 may_spill = False
@@ -278,7 +284,8 @@ class Spool:
             try:
                 replies.append(self._ask(key, slot, now))
             except Problem as problem:
-                replies.append(Reply(key.client, problem=problem))
+                if problem.reason is not Reason.SPOOL_FULL:  # it goes on waiting
+                    replies.append(Reply(key.client, problem=problem))
         return replies
 
     def disconnect(self, client: int) -> None:
@@ -287,6 +294,7 @@ class Spool:
             slot = self._slots[key]
             if slot.spooled is not None:
                 continue
+            self._waiting.pop(key, None)
             if slot.incoming is not None:
                 slot.incoming.pause()
             if slot.incoming is None or isinstance(slot.sink, MemorySink):
@@ -355,7 +363,7 @@ class Spool:
         slot = self._slots[key] = _Slot(manifest)
         return slot
 
-    def _admit(self, key: _Key, slot: _Slot, *, may_spill: bool) -> bool:
+    def _admit(self, key: _Key, slot: _Slot, now: float, *, may_spill: bool) -> bool:
         """Give a payload its room, in memory or, if it may, in a file; whether there is any."""
         size = slot.manifest.size
         if self._fits_pool(size):
@@ -375,11 +383,12 @@ class Spool:
             name, freed = self._left.popitem()
             (self._folder / name).unlink(missing_ok=True)
             self.disk_used -= freed
-        try:
-            if self.disk_used + size > self._quota:
-                raise OSError("beyond the quota")
-            slot.sink = FileSink(path, size)
-        except OSError:
+        if self.disk_used + size <= self._quota:
+            try:
+                slot.sink = FileSink(path, size)
+            except OSError:
+                self._wait_for_disk(key, now)
+        if slot.sink is None:
             if known:
                 self._left[path.name] = known
                 self.disk_used += known
@@ -392,6 +401,11 @@ class Spool:
 
     def _fits_pool(self, size: int) -> bool:
         return size <= POOLED and self.pool_used + size <= self._pool
+
+    def _wait_for_disk(self, key: _Key, now: float) -> None:
+        """Others than this process fill the disk, and nobody says when there is room again."""
+        self._waiting[key] = None
+        self._look_again = min(self._look_again, now + self._stall)
 
     def _came(self, slot: _Slot) -> None:
         """It is here, or does not come."""
@@ -442,7 +456,9 @@ class Spool:
         try:
             want = slot.incoming.ask(now, data)
         except Problem as problem:
-            if problem.reason is not Reason.SPOOL_FULL:
+            if problem.reason is Reason.SPOOL_FULL:
+                self._wait_for_disk(key, now)
+            else:
                 self._drop(key)
             raise
         return Reply(key.client, want, self._finished(key, slot))

@@ -26,7 +26,7 @@ __all__ = ["Gone", "Link", "Stream", "Traffic", "Turns"]
 Context = aio.ServicerContext[bytes, bytes]
 Take = Callable[[pb.ClientFrame], Coroutine[Any, Any, None]]
 
-_AT_ONCE: Final = 16  # chunks, up to 1 MiB each
+_AT_ONCE: Final = 8  # chunks, up to 1 MiB each
 _TURN_S: Final = 0.2
 _GOODBYE_S: Final = 1.0  # a device that does not read cannot be told why
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
@@ -257,7 +257,9 @@ class Stream:
             frame = await self.link.read()
             self.heard = _loop().time()
             self.job = asyncio.create_task(take(frame))
+            del frame  # while this waits for the next one, there is none here
             await asyncio.shield(self.job)
+            self.job = None
 
     async def _write(self) -> None:
         while True:

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from ipaddress import ip_address
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -137,18 +138,25 @@ class Keys:
 
 
 class Devices:
-    """All devices of a case, in one event loop."""
+    """All devices of a case, in one event loop.
 
-    def __init__(self, world: dict[str, Any], port: int, cut_at: float | None = None) -> None:
+    Where everybody is in every round, nobody sends before all have the model: then it is known how long the
+    updates alone take.
+    """
+
+    def __init__(self, world: dict[str, Any], port: int) -> None:
         from mycelia.privacy.secagg.certificates import Operator
         from mycelia.privacy.secagg.roster import Roster
 
         self.operator = Operator.read(world["operator"])
         self.roster = Roster.load(world["roster"], self.operator.key, now=NOW, least_epoch=1)
-        self.members, self.port, self.cut_at = world["members"], port, cut_at
+        self.members, self.port = world["members"], port
+        self.together = len(self.members) if world["together"] else 1
+        self.ready: dict[Any, list[Callable[[], None]]] = {}
         self.payloads: dict[bytes, Any] = {}
         self.connected: set[int] = set()
         self.times: list[float] = []
+        self.sending: list[float] = []
         self.lost = self.done = 0
 
     async def run(self, tell: Callable[[Any], None]) -> None:
@@ -180,15 +188,23 @@ class Devices:
                         self.connected.discard(member.client)
                         self.lost += 1
                     case Came(frame) if frame.HasField("task"):
-                        tasks[Position.of(frame.task.at)] = frame.task
+                        at = Position.of(frame.task.at)
+                        tasks[at] = frame.task
+                        if frame.task.work != pb.DELIVER:
+                            transport.send(pb.ClientFrame(ready=pb.Ready(at=at.to_wire())))
                     case Came(frame) if frame.HasField("outcome"):
                         transport.forget(Position.of(frame.outcome.at))
                     case Received(offer, _) if offer.kind == pb.MODEL:
                         at = Position.of(offer.at)
-                        transport.send(pb.ClientFrame(ready=pb.Ready(at=at.to_wire())))
                         if tasks[at].work == pb.DELIVER:
+                            transport.send(pb.ClientFrame(ready=pb.Ready(at=at.to_wire())))
                             return
-                        self._answer(transport, keys, at, offer)
+                        ready = self.ready.setdefault(at, [])
+                        ready.append(partial(self._answer, transport, keys, at, offer))
+                        if len(ready) == self.together:
+                            self.sending.append(time.monotonic())
+                            for answer in self.ready.pop(at):
+                                answer()
                     case _:
                         pass
 
@@ -245,7 +261,11 @@ def load(world: dict[str, Any], port: int, server: int, pipe: Connection) -> Non
     devices = Devices(world, port)
     asyncio.run(devices.run(pipe.send))
     stop.set()
-    pipe.send(("over", {"idle": peak[0], "peak": peak[1], "lost": devices.lost, "times": devices.times}))
+    said = {
+        "idle": peak[0], "peak": peak[1], "lost": devices.lost,
+        "times": devices.times, "sending": devices.sending,
+    }  # fmt: skip
+    pipe.send(("over", said))
 
 
 def anonymous(process: int) -> int:
@@ -306,10 +326,12 @@ async def serve(case: Case, made: Any, world: World, folder: Path) -> dict[str, 
     server = Server(world.keys, world.roster, [Work(made, folder / "run")], places, limits=limits)
     late = [0.0]
     rounds: list[float] = []
+    ends: list[float] = []
     port = await server.start("127.0.0.1:0")
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     facts = {"operator": world.operator, "roster": world.roster, "members": world.members}
+    facts["together"] = case.cohort == case.devices
     process = context.Process(target=load, args=(facts, port, os.getpid(), theirs), daemon=True)
     began = time.monotonic()
     process.start()
@@ -318,6 +340,7 @@ async def serve(case: Case, made: Any, world: World, folder: Path) -> dict[str, 
 
     def ended(run: str, round: int, **more: Any) -> None:
         rounds.append(more["seconds"])
+        ends.append(time.monotonic())
         told(run, round, **more)
 
     server.board.round_ended = ended  # type: ignore[method-assign]
@@ -336,6 +359,8 @@ async def serve(case: Case, made: Any, world: World, folder: Path) -> dict[str, 
     traffic = server.service.traffic
     times = sorted(over["times"])
     steady = rounds[1:] or rounds
+    uploads = [end - began for began, end in zip(over["sending"], ends, strict=False)]
+    alone = uploads[1:] or uploads
     return {
         "devices": case.devices,
         "all_connected": everybody,
@@ -348,7 +373,11 @@ async def serve(case: Case, made: Any, world: World, folder: Path) -> dict[str, 
         "round_ms": 1000 * sum(steady) / len(steady),
         "rounds_ms": [round(1000 * each, 1) for each in rounds],
         "updates_per_s": case.cohort * len(steady) / sum(steady),
-        "ingest_mb_per_s": 4e-6 * case.parameters * case.cohort * len(steady) / sum(steady),
+        "model_and_updates_mb_per_s": 4e-6 * case.parameters * 2 * case.cohort * len(steady) / sum(steady),
+        "updates_alone_per_s": case.cohort * len(alone) / sum(alone) if facts["together"] else None,
+        "ingest_mb_per_s": 4e-6 * case.parameters * case.cohort * len(alone) / sum(alone)
+        if facts["together"]
+        else None,
         "loop_late_ms": 1000 * late[0],
         "idle_mb": over["idle"] / 1e6,
         "peak_over_idle_mb": (over["peak"] - over["idle"]) / 1e6,
@@ -457,6 +486,9 @@ def measured(name: str) -> dict[str, Any]:
 
     import torch
 
+    from mycelia.engine.heap import share_heap
+
+    share_heap()  # as `mycelia serve` does
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)

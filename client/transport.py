@@ -494,6 +494,7 @@ class Transport:
                 raise
             session.heard = self._clock()
             self._take(session, frame)
+            del frame  # while this waits for the next one, there is none here
 
     def _take(self, session: _Session, frame: pb.ServerFrame) -> None:
         match frame.WhichOneof("body"):
@@ -515,7 +516,7 @@ class Transport:
             case "challenge" | "welcome":
                 raise FrameError(Reason.FRAME, "a second greeting", rule="one for each stream")
             case body:
-                if body == "retry_at":
+                if body == "retry_at" and not frame.retry_at.HasField("at"):  # else this connection stays
                     self._backoff.retry_at(frame.retry_at.delay_ms / 1000)
                 self._emit(session, Came(frame))
 

@@ -257,8 +257,8 @@ class Training(_Round):
             job = self.job = await desk.job(self.task, self.settings)
             desk.check(self.task, self.settings, upload_bytes=job.upload_bytes)
             self._join()
+            self._say_ready()  # before the model is here, which may take longer than devices have to say so
             message = await self._message(job)
-            self._say_ready()
             result = await desk.train(self.task, job, message)
             trained, payload = await self._keep(job, result)
             self._tell_trained(result.rows, dict(result.update.metrics), result.seconds)

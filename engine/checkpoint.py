@@ -19,6 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from mycelia.engine.durable import sync_folder
 from mycelia.engine.errors import DataError, MyceliaError
 from mycelia.engine.types import Tensors
@@ -29,6 +31,8 @@ _VERSION = 1
 _KEPT = 2
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _TEMPORARY = ".saving-"
+_TENSORS, _HEADER = "tensors.safetensors", "checkpoint.json"
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,6 @@ def save_checkpoint(directory: Path, step: int, tensors: Tensors, meta: Mapping[
     `meta` is what JSON can say; floats come back to the bit. Raises `DataError` for a `meta` that JSON cannot
     say, and `MyceliaError` when the disk is full or not writable: earlier checkpoints are then as they were.
     """
-    import safetensors.torch
-
     try:
         meta_text = json.dumps(meta, sort_keys=True)
     except (TypeError, ValueError) as error:
@@ -56,20 +58,12 @@ def save_checkpoint(directory: Path, step: int, tensors: Tensors, meta: Mapping[
             rule="tensors go into `tensors`, everything else is numbers, strings, lists and tables",
             who=f"step {step}",
         ) from error
-    content = safetensors.torch.save(_unshared(tensors))
-    header = {
-        "v": _VERSION,
-        "step": step,
-        "sha256": _digest(step, content, meta_text),
-        "meta": json.loads(meta_text),
-    }
     try:
-        return _write(
-            directory, step, {"tensors.safetensors": content, "checkpoint.json": json.dumps(header).encode()}
-        )
-    except OSError as error:
+        return _write(directory, step, _unshared(tensors), meta_text)
+    except (OSError, SafetensorError) as error:  # the library has an error of its own for a full disk
+        reason = error.strerror if isinstance(error, OSError) else None
         raise MyceliaError(
-            f"the checkpoint of step {step} cannot be written: {error.strerror or error}",
+            f"the checkpoint of step {step} cannot be written: {reason or error}",
             rule="a checkpoint is on the disk before the run goes on",
             fix="free space or repair the folder, then resume: earlier checkpoints are intact",
             who=str(directory),
@@ -108,24 +102,28 @@ def read_checkpoint(directory: Path, step: int | None = None) -> tuple[Checkpoin
     )
 
 
-def _write(directory: Path, step: int, files: Mapping[str, bytes]) -> Path:
+def _write(directory: Path, step: int, tensors: Tensors, meta_text: str) -> Path:
+    import safetensors.torch
+
     directory.mkdir(parents=True, exist_ok=True)
     for stale in directory.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(stale, ignore_errors=True)  # a save that was killed; a run has one writer
     temporary = directory / f"{_TEMPORARY}{step}"
     try:
         temporary.mkdir()
-        for name, content in files.items():
-            with (temporary / name).open("wb") as file:
-                file.write(content)
-                file.flush()
+        safetensors.torch.save_file(tensors, temporary / _TENSORS)  # no copy of a model is made in memory
+        digest = _digest(step, temporary / _TENSORS, meta_text)
+        header = {"v": _VERSION, "step": step, "sha256": digest, "meta": json.loads(meta_text)}
+        (temporary / _HEADER).write_text(json.dumps(header))
+        for name in (_TENSORS, _HEADER):
+            with (temporary / name).open("rb+") as file:
                 os.fsync(file.fileno())
         sync_folder(temporary)
         attempt = max((key[1] + 1 for key, _ in _saved(directory) if key[0] == step), default=0)
         target = directory / (f"step-{step:08d}" + (f".{attempt}" if attempt else ""))
         temporary.rename(target)
         sync_folder(directory)
-    except OSError:
+    except (OSError, SafetensorError):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     _prune(directory)
@@ -151,22 +149,26 @@ def _saved(directory: Path) -> list[tuple[tuple[int, int], Path]]:
 def _read(path: Path, step: int) -> Checkpoint:
     import safetensors.torch
 
-    content = (path / "tensors.safetensors").read_bytes()
     try:
-        header = json.loads((path / "checkpoint.json").read_bytes())
+        header = json.loads((path / _HEADER).read_bytes())
         version, meta, digest = header["v"], header["meta"], header["sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"checkpoint.json is malformed ({error})") from error
     if version != _VERSION:
         raise DataError(f"it has format version {version!r}, this version of Mycelia reads {_VERSION}")
-    if header.get("step") != step or _digest(step, content, json.dumps(meta, sort_keys=True)) != digest:
+    if (
+        header.get("step") != step
+        or _digest(step, path / _TENSORS, json.dumps(meta, sort_keys=True)) != digest
+    ):
         raise DataError("its SHA-256 does not match")
-    return Checkpoint(step, safetensors.torch.load(content), meta)
+    return Checkpoint(step, safetensors.torch.load_file(path / _TENSORS), meta)
 
 
-def _digest(step: int, content: bytes, meta_text: str) -> str:
-    digest = sha256(f"{_VERSION}\n{step}\n{len(content)}\n".encode())
-    digest.update(content)
+def _digest(step: int, tensors: Path, meta_text: str) -> str:
+    with tensors.open("rb") as file:
+        digest = sha256(f"{_VERSION}\n{step}\n{os.fstat(file.fileno()).st_size}\n".encode())
+        while block := file.read(_BLOCK):
+            digest.update(block)
     digest.update(meta_text.encode())
     return digest.hexdigest()
 

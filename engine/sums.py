@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -147,7 +148,9 @@ class ExactSum:
         self, form: SumFormat, accumulator: Tensor | None = None, fused: Fused | None = None
     ) -> None:
         self.form = form
-        self.accumulator = torch.zeros(form.size, dtype=torch.int64) if accumulator is None else accumulator
+        if accumulator is None:  # from NumPy: the system zeroes a page when it is first used
+            accumulator = torch.from_numpy(np.zeros(form.size, np.int64))
+        self.accumulator = accumulator
         if self.accumulator.dtype is not torch.int64 or self.accumulator.shape != (form.size,):
             raise ConfigError(
                 f"an accumulator of {self.accumulator.dtype} {list(self.accumulator.shape)}",

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
+
+if "torch" in sys.modules:
+    raise pytest.UsageError("torch is imported before its threads are counted")
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # sums of two threads are rounded otherwise than those of the one that devices have
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

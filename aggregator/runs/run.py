@@ -690,12 +690,13 @@ class FederatedRun:
             bytes_up=counters.bytes_up,
             bytes_down=counters.bytes_down,
             seconds_total=self._before_s + self.context.clock() - self._began,
-            model_sha256=current.values_sha256(self._plan.program),
+            model_sha256=await asyncio.to_thread(current.values_sha256, self._plan.program),
             run_dir=str(self.folder.path),
         )
         state = current.state
-        tensors = {"vector": state.vector.clone()} | {f"buffer/{n}": t for n, t in state.buffers.items()}
-        self.folder.save_checkpoint(self._number, tensors, {"schema": self._plan.program.schema.sha256})
+        tensors = {"vector": state.vector} | {f"buffer/{n}": t for n, t in state.buffers.items()}
+        schema = {"schema": self._plan.program.schema.sha256}
+        await asyncio.to_thread(self.folder.save_checkpoint, self._number, tensors, schema)
         self.folder.log(events.RunFinished(result=result.to_json()))
         self.context.board.finished(name, result.model_sha256, result.run_dir)
         log("run_finished", run=name, round=self._number, hint=result.model_sha256)

@@ -198,15 +198,15 @@ def _opened(
     return Current(state, public, counters, payload, layout, blob.sha256, state_sha256)
 
 
-def _merged_parts(program: Program, blocks: Blocks, before: Current) -> Iterator[bytes]:
+def _merged_parts(program: Program, blocks: Blocks, before: Current) -> Iterator[bytes | memoryview]:
     """The payload: the header of before, the new parameters as they come, and then the buffers."""
     yield bytes(before.model.data[: before.layout.start])
     for block in blocks:
-        yield block.contiguous().view(torch.uint8).numpy().tobytes()
+        yield block.contiguous().view(torch.uint8).numpy().data
     for place in before.layout.places:
         if place.entry.role is not Role.PARAMETER:
             tensor = blocks.rest.buffers[place.entry.name].detach().reshape(-1).contiguous()
-            yield tensor.view(torch.uint8).numpy().tobytes()
+            yield tensor.view(torch.uint8).numpy().data
 
 
 def _is_flat(layout: Layout) -> bool:

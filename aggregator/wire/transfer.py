@@ -223,13 +223,14 @@ class Incoming:
             raise _broken(f"chunk {index} of {self.manifest.count}", "chunks count from 0")
         if self._held[index]:  # it came twice
             return None
-        if index not in self._outstanding:
+        if index not in self._outstanding and index not in self._again:  # those were asked for before a pause
             raise _broken(f"chunk {index} that was not asked for", "nothing is sent without credit")
         self._outstanding.discard(index)
-        if not self.manifest.fits(index, chunk.data):
+        data = chunk.data  # protobuf makes a copy for each look
+        if not self.manifest.fits(index, data):
             self._damaged(index)
             return self.ask(now)
-        self._store(index, chunk.data)
+        self._store(index, data)
         self._due.discard(index)
         if not self._due:  # the sender keeps up, however small its chunks are
             self._behind = 0.0

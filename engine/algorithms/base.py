@@ -163,4 +163,4 @@ class Algorithm(ABC):
     def start(self, program: Program) -> ServerState:
         """The server's state before the first round."""
         params, buffers = program.init()
-        return ServerState(program.flatten(params).clone(), buffers, self.server_extra(program))
+        return ServerState(program.flatten(params), buffers, self.server_extra(program))

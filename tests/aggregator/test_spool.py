@@ -1,5 +1,6 @@
 """The spool: bounded memory and disk, and where there is no room, credit withheld and not data dropped."""
 
+import errno
 import random
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from mycelia.aggregator.wire import federation_pb2 as pb
 from mycelia.aggregator.wire.frames import Problem, Reason
 from mycelia.aggregator.wire.offers import LEAST_CHUNK, Payload
 from mycelia.aggregator.wire.position import Position
+from mycelia.aggregator.wire.sinks import FileSink
 from mycelia.aggregator.wire.transfer import Outgoing
 from mycelia.engine.errors import ConfigError
 
@@ -345,6 +347,52 @@ def test_a_file_that_was_whole_needs_nothing_after_a_restart(tmp_path: Path) -> 
     assert reply.want is not None
     assert not reply.want.missing
     assert content(reply.payload) == device.data
+
+
+def test_a_full_disk_is_waited_for(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others fill the disk: nobody says when there is room again, so it is tried; nothing is dropped."""
+    device, write, full = Device(1, LARGE), FileSink.write, True
+
+    def fills_up(sink: FileSink, offset: int, data: bytes) -> None:
+        if full and offset:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(sink, offset, data)
+
+    monkeypatch.setattr(FileSink, "write", fills_up)
+    assert device.offer(spool)
+    sent = 0
+    while (chunk := device.outgoing.next()) is not None:  # all that were under way come
+        sent += 1
+        if sent == 1:
+            spool.chunk(1, chunk, 0)
+            continue
+        with pytest.raises(Problem, match="No space left") as caught:
+            spool.chunk(1, chunk, 0)
+        assert (caught.value.reason, caught.value.ends_stream) == (Reason.SPOOL_FULL, False)
+    assert sent > 1
+    assert spool.deadline == STALL
+
+    def ask_again(now: float) -> pb.Chunk:
+        (reply,) = spool.tick(now)
+        assert reply.want is not None
+        device.outgoing.want(reply.want)
+        chunk = device.outgoing.next()
+        assert chunk is not None
+        return chunk
+
+    with pytest.raises(Problem, match="No space left"):
+        spool.chunk(1, ask_again(STALL), STALL)
+    assert (spool.waiting, spool.deadline) == (1, 2 * STALL)
+    full = False
+    while device.outgoing.next() is not None:  # these were on their way as well, and got lost
+        pass
+    reply = spool.chunk(1, ask_again(2 * STALL), 2 * STALL)
+    assert spool.waiting == 0
+    if reply.want is not None:
+        device.outgoing.want(reply.want)
+    payload = device.send(spool, now=2 * STALL)
+    assert payload is not None
+    assert content(payload) == device.data
 
 
 @settings(max_examples=25, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from mycelia.aggregator.config import FederationConfig
 from mycelia.aggregator.runs.plans import Population, plan_run
 from mycelia.aggregator.runs.run import RunResult
 from mycelia.aggregator.runs.server import Places, Server, Work
+from mycelia.aggregator.wire import federation_pb2 as pb
+from mycelia.aggregator.wire.offers import Payload
+from mycelia.aggregator.wire.position import Position
 from mycelia.client.config import ClientConfig
+from mycelia.client.notices import Report
 from mycelia.client.runner import Device
 from mycelia.engine.config import load_config
 from mycelia.engine.data import Dataset
@@ -86,7 +91,16 @@ def device_config(folder: Path, port: int, scenario: Scenario) -> ClientConfig:
     )  # fmt: skip
 
 
-async def deployed(scenario: Scenario, folder: Path) -> tuple[RunResult, list[Path]]:
+async def nothing(server: Server) -> None:
+    """Nothing happens meanwhile."""
+
+
+async def deployed(
+    scenario: Scenario,
+    folder: Path,
+    spool_max: int = 0,
+    meanwhile: Callable[[Server], Awaitable[None]] = nothing,
+) -> tuple[RunResult, list[Report]]:
     prepared = prepare(scenario)
     settings = {
         name: value
@@ -102,7 +116,7 @@ async def deployed(scenario: Scenario, folder: Path) -> tuple[RunResult, list[Pa
     world = World()
     for n in range(1, CLIENTS + 1):
         world.enrol_folder(n, folder / f"id{n}").close()
-    places = Places(f"sqlite:///{folder}/mycelia.db", folder / "blobs", folder / "own")
+    places = Places(f"sqlite:///{folder}/mycelia.db", folder / "blobs", folder / "own", spool_max=spool_max)
     server = Server(world.keys, world.document(), [Work(plan, folder / "run")], places)
     port = await server.start("127.0.0.1:0")
     try:
@@ -114,11 +128,11 @@ async def deployed(scenario: Scenario, folder: Path) -> tuple[RunResult, list[Pa
         ]
         tasks = [asyncio.create_task(device.arun()) for device in devices]
         async with asyncio.timeout(240):
-            results = await server.run()
+            results, _ = await asyncio.gather(server.run(), meanwhile(server))
             reports = await asyncio.gather(*tasks)
     finally:
         await server.stop(0.1)
-    return results["test"], [report.delivered["test"].model for report in reports]
+    return results["test"], reports
 
 
 QUICK = ("fedavg", "secure", "scaffold", "example-level-secure", "central-noise")
@@ -131,9 +145,27 @@ def test_deployed_is_simulated(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     scenario = load_config(Scenario, BASE | CASES[name])
     expected = simulate(scenario, out=tmp_path / "simulated")
-    found, models = asyncio.run(deployed(scenario, tmp_path))
+    found, reports = asyncio.run(deployed(scenario, tmp_path))
     assert (found.rounds, found.failed_rounds, found.accepted) == (3, 0, 3 * CLIENTS)
     if name != "shares":  # the noise there belongs to a session, and each has its own
         assert found.model_sha256 == expected.model_sha256
         assert found.test_accuracy == expected.test_accuracy
-    assert all(path.is_file() for path in models)
+    assert all(report.delivered["test"].model.is_file() for report in reports)
+
+
+def test_updates_that_find_a_full_spool_are_kept(tmp_path: Path) -> None:
+    """Everybody is told to wait, and then asked one after the other."""
+
+    async def fill(server: Server) -> None:
+        spool, other = server._spool, Payload(bytes(1_500_000))
+        assert spool.offer(99, other.offer(pb.UPDATE, Position("another", 0, 0)), 0.0)
+        while spool.waiting < CLIENTS:
+            await asyncio.sleep(0.02)
+        spool.forget("another", 1)
+        await server.service._room_in_spool()
+
+    large = {"model": {"name": "mlp", "hidden": [5000]}, "rounds": 1}  # updates of 1.5 MB go to files
+    scenario = load_config(Scenario, BASE | large)
+    found, reports = asyncio.run(deployed(scenario, tmp_path, spool_max=1_600_000, meanwhile=fill))
+    assert (found.rounds, found.failed_rounds, found.accepted, found.dropped) == (1, 0, CLIENTS, 0)
+    assert [(report.accepted, report.failed) for report in reports] == [(1, 0)] * CLIENTS
