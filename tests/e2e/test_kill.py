@@ -69,8 +69,13 @@ def checkpointed(run: Path) -> bool:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "kills",
+    [  # a limit for the whole function would be the nearer one, and hold for both
+        pytest.param(1, marks=pytest.mark.timeout(900)),
+        pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
+)
 def test_sigkill_and_resume(tmp_path: Path, expected: str, kills: int) -> None:
     moments = random.Random(kills)
     before = left_behind()

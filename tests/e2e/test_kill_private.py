@@ -47,13 +47,13 @@ def finished(arguments: list[str]) -> tuple[Any, Any]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [
-        ("correlated", 1),
-        ("example", 1),
-        ("shares", 1),
+        *(
+            pytest.param(kind, 1, marks=pytest.mark.timeout(900))
+            for kind in ("correlated", "example", "shares")
+        ),
         *(pytest.param(kind, 10, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]) for kind in KINDS),
     ],
 )
