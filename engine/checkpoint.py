@@ -33,6 +33,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _TEMPORARY = ".saving-"
 _TENSORS, _HEADER = "tensors.safetensors", "checkpoint.json"
 _BLOCK = 1 << 20
+_LIBRARY_SAYS = re.compile(r"^.*I/O error: | \(os error \d+\)$")  # around the system's own words
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def save_checkpoint(directory: Path, step: int, tensors: Tensors, meta: Mapping[
     try:
         return _write(directory, step, _unshared(tensors), meta_text)
     except (OSError, SafetensorError) as error:  # the library has an error of its own for a full disk
-        reason = error.strerror if isinstance(error, OSError) else None
+        reason = error.strerror if isinstance(error, OSError) else _LIBRARY_SAYS.sub("", str(error))
         raise MyceliaError(
             f"the checkpoint of step {step} cannot be written: {reason or error}",
             rule="a checkpoint is on the disk before the run goes on",
