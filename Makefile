@@ -80,6 +80,7 @@ $(VENV)/.core: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.core
 	@echo "Installing the test and lint tools ..."
 	@$(PIP) --no-build-isolation -e '.[dev]'
+	@$(PIP) --no-deps torchattacks # its pins ask for an old requests and for torchvision, which it does not use
 	@touch $@
 
 $(LINKS): pyproject.toml

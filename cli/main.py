@@ -31,6 +31,10 @@ COMMANDS: Mapping[str, Entry] = {
     "serve": Entry("mycelia.cli.serve", "command", "Run rounds for devices that connect."),
     "client": Entry("mycelia.cli.client", "command", "Take part in federations, as a device."),
     "train": Entry("mycelia.cli.train", "command", "Train a model centrally."),
+    "attack": Entry("mycelia.cli.attack", "command", "Run one attack on a model."),
+    "evaluate": Entry(
+        "mycelia.cli.evaluate", "command", "Run a suite of attacks, and say how far to trust it."
+    ),
     "report": Entry("mycelia.cli.report", "command", "Make the HTML and JSON report of a run."),
     "privacy": Entry("mycelia.cli.privacy", "app", "Compute, calibrate and show what is spent of privacy."),
     "enrol": Entry("mycelia.cli.enrol", "app", "Enrol servers and devices, renew or revoke their keys."),

@@ -20,7 +20,7 @@ from mycelia.cli.options import (
 from mycelia.cli.output import INTERRUPTED, Format, FormatOption, note, print_json, print_pairs
 
 if TYPE_CHECKING:
-    from mycelia.privacy.central_config import PrivateTrainConfig
+    from mycelia.attacks.defences.train_config import DefendedTrainConfig
 
 __all__ = ["command"]
 
@@ -38,6 +38,7 @@ def command(
     """Train a model centrally.
 
     Every setting has a default: `mycelia train` alone trains an MLP on the digits.
+    A [privacy] block makes training private, a [defence] block adversarial.
 
     Ctrl-C saves a checkpoint. --resume goes on from it, or from that of a run that was
     killed, and ends with the same model as a run that was never stopped.
@@ -49,22 +50,22 @@ def command(
             config=config, settings=settings, seed=seed, out=out, print_config=print_config, dry_run=dry_run
         )
         return _run(None, None, resume, form)
+    from mycelia.attacks.defences.train_config import DefendedTrainConfig
     from mycelia.engine.config import load_config, to_toml
-    from mycelia.privacy.central_config import PrivateTrainConfig
 
-    chosen = load_config(PrivateTrainConfig, config or {}, overrides_of(settings, seed))
+    chosen = load_config(DefendedTrainConfig, config or {}, overrides_of(settings, seed))
     if print_config:
         print(to_toml(chosen), end="")
         return 0
     return _dry_run(chosen, form) if dry_run else _run(chosen, out, None, form)
 
 
-def _run(config: PrivateTrainConfig | None, out: Path | None, run: Path | None, form: Format) -> int:
+def _run(config: DefendedTrainConfig | None, out: Path | None, run: Path | None, form: Format) -> int:
     """Start or go on with progress on stderr, and print the result."""
     import torch
 
+    from mycelia.attacks.defences.from_config import resume, train
     from mycelia.cli.progress import show_progress
-    from mycelia.privacy.central import resume, train
 
     torch.set_num_threads(1)  # small models run slower on several, and the number decides the last bits
     with show_progress() as progress:
@@ -91,11 +92,12 @@ def _run(config: PrivateTrainConfig | None, out: Path | None, run: Path | None, 
 _RENAMED = {"seconds_total": "seconds", "model_sha256": "model", "run_dir": "run"}
 
 
-def _dry_run(config: PrivateTrainConfig, form: Format) -> int:
+def _dry_run(config: DefendedTrainConfig, form: Format) -> int:
     """Say what would be trained; everything it needs is found, checked and built."""
+    from mycelia.attacks.defences.from_config import defence_of, prepare
     from mycelia.engine.training import steps_per_epoch
     from mycelia.engine.transforms.compile import choose_plan
-    from mycelia.privacy.central import plan_of, prepare
+    from mycelia.privacy.central import plan_of
 
     prepared = prepare(config)
     trainer, dataset = prepared.trainer, prepared.dataset
@@ -120,6 +122,9 @@ def _dry_run(config: PrivateTrainConfig, form: Format) -> int:
             "epsilon": private.epsilon,
             "delta": private.config.delta,
         }
+    defence = defence_of(prepared)
+    if defence is not None:
+        facts["defence"] = defence.describe()
     if form is Format.json:
         print_json(facts)
     else:

@@ -21,6 +21,8 @@ from mycelia.engine.transforms.compile import PlannedStep
 from mycelia.engine.types import Tensors
 
 __all__ = [
+    "Change",
+    "ChangeOf",
     "ClientData",
     "LocalResult",
     "LocalSteps",
@@ -139,6 +141,27 @@ StepsOf = Callable[[Program, Adjust | None], LocalSteps]
 """Makes other steps than SGD on reshuffled batches, such as private ones, for a program and its `adjust`."""
 
 
+class Change(Protocol):
+    """Changes the inputs of a batch before the step on it."""
+
+    def __call__(
+        self, params: Tensors, buffers: Tensors, inputs: Tensor, targets: Tensor, seed: int
+    ) -> Tensor:
+        """Inputs of the same shape.
+
+        Args:
+            params: parameters as they are at this step; only read.
+            buffers: likewise.
+            inputs: of the batch, a copy of the examples.
+            targets: of the batch.
+            seed: names what is drawn.
+        """
+
+
+ChangeOf = Callable[[Program], Change]
+"""Makes what changes batches of a program."""
+
+
 class LocalTrainer:
     """A resident replica that is reset to the server's model and trained in place for each client.
 
@@ -153,9 +176,14 @@ class LocalTrainer:
         package: the compiled step of a full batch, for the plan `inductor`; see `package_of`.
         steps_of: makes the steps where they are not SGD; then plan and package are not used.
         before_step: called before each SGD step; what it raises ends the training.
+        change_of: makes what changes the inputs of each SGD step.
 
     Attributes:
         buffers: float buffers and counters, where the last client ended.
+        runs: clients trained so far.
+
+    Raises:
+        ConfigError: changed inputs for steps that are not SGD.
     """
 
     def __init__(
@@ -171,10 +199,19 @@ class LocalTrainer:
         package: Path | None = None,
         steps_of: StepsOf | None = None,
         before_step: Callable[[], None] | None = None,
+        change_of: ChangeOf | None = None,
     ) -> None:
+        if steps_of is not None and change_of is not None:
+            raise ConfigError(
+                "changed inputs for other steps than SGD",
+                rule="such steps draw their own batches",
+                who="LocalTrainer",
+            )
         self.program, self.work, self.seed = program, work, seed
         params, self.buffers = program.init()
+        self.runs = 0
         self._before_step = before_step
+        self._change = None if change_of is None else change_of(program)
         self.start = program.flatten(params).clone()
         self.vector = self.start.clone()
         self._params = program.unflatten(self.vector)
@@ -231,6 +268,7 @@ class LocalTrainer:
                     who="algorithm",
                 )
             self._extra.update(extra)
+        self.runs += 1
         steps, examples, loss_sum = self._steps(self._params, self.buffers, data, round, self._extra)
         if not self._views:
             self.vector.copy_(self.program.flatten(self._params))
@@ -263,10 +301,14 @@ class LocalTrainer:
     def _sgd(self, params: Tensors, buffers: Tensors, data: ClientData, round: int, extra: Tensors) -> Taken:
         seed = self._zero_seed
         base = derive(self.seed, "local randomness", round=round, client=data.client) if self._random else 0
+        changes = derive(self.seed, "changed inputs", round=round, client=data.client) if self._change else 0
         steps, examples, loss_sum = 0, 0, 0.0
-        for inputs, targets in self._batches(data, round):
+        for own, targets in self._batches(data, round):
             if self._before_step is not None:
                 self._before_step()
+            inputs = own
+            if self._change is not None:
+                inputs = self._change(params, buffers, own, targets, (changes + steps) % 2**63)
             if self._random:
                 seed = torch.tensor((base + steps) & 0x7FFFFFFFFFFFFFFF)
             loss = self._step(params, buffers, inputs, targets, seed, extra)

@@ -24,7 +24,7 @@ from mycelia.engine.algorithms import Algorithm
 from mycelia.engine.algorithms import build as build_algorithm
 from mycelia.engine.data import Dataset, load
 from mycelia.engine.errors import ConfigError
-from mycelia.engine.local import LocalWork
+from mycelia.engine.local import ChangeOf, LocalWork
 from mycelia.engine.plugins import user_code
 from mycelia.engine.program import Program
 from mycelia.engine.recipe import Recipe
@@ -75,6 +75,7 @@ class Prepared:
         privacy: what the `[privacy]` block comes to, None without one.
         secure: what the `[secure_sum]` block comes to, None without one.
         behaviour: how devices behave.
+        change_of: what clients do to their batches, by the `[defence]` block; None without one.
     """
 
     scenario: Scenario
@@ -93,6 +94,7 @@ class Prepared:
     privacy: ServerPlan | ClientPlan | SharePlan | None
     secure: SecurePlan | None
     behaviour: Behaviour
+    change_of: ChangeOf | None
 
     def pipeline(self, guard: Guard | None) -> Pipeline:
         """What clients do to their updates, and the server to the sum.
@@ -177,6 +179,7 @@ def prepare(scenario: Scenario, recorded_plan: str = "") -> Prepared:
         privacy=privacy,
         secure=secure,
         behaviour=_behaviour(scenario, privacy),
+        change_of=_defence(scenario, program, dataset),
     )  # fmt: skip
 
 
@@ -217,6 +220,7 @@ def open_backend(prepared: Prepared, run_path: Path, guard: Guard | None = None)
             adder=_adder(program, algorithm) if prepared.package and prepared.secure is None else None,
             pipeline=pipeline.devices(),
             steps_of=_private_steps(guard, program, folder),
+            change_of=prepared.change_of,
             packed=None if prepared.secure is None else prepared.secure.shape,
         )
         if scenario.backend.name == "inline":
@@ -285,6 +289,18 @@ def _behaviour(scenario: Scenario, privacy: ServerPlan | ClientPlan | SharePlan 
     if isinstance(privacy, ServerPlan) and privacy.sampler.relation == "add-remove":
         return scenario.behaviour.independent()
     return scenario.behaviour
+
+
+def _defence(scenario: Scenario, program: Program, dataset: Dataset) -> ChangeOf | None:
+    """What attacks the batches of clients, tried on two examples."""
+    if scenario.defence is None:
+        return None
+    from mycelia.attacks.defences.local import LocalDefence
+    from mycelia.attacks.defences.trial import try_on
+
+    found = LocalDefence(scenario.defence)
+    try_on(found.defence(), program, dataset)
+    return found
 
 
 def _private_steps(guard: Guard | None, program: Program, folder: Path) -> PrivateSteps | None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -73,14 +73,21 @@ class BackendConfig(Named):
 class Scenario(FederationConfig):
     """Everything that `simulate` is told."""
 
+    unavailable: ClassVar[frozenset[str]] = frozenset({"adversary"})
+
     population: PopulationConfig = PopulationConfig()
     partition: PartitionConfig = PartitionConfig(name="iid")
     backend: BackendConfig = BackendConfig(name="workers")
     behaviour: Behaviour = Behaviour()
+    defence: Named | None = None
+    """A name of `attacks/defences/local.py`, with its options; clients train on attacked inputs. An algorithm
+    of one's own has to train by `LocalTrainer.run`."""
 
     def conflicts(self) -> Iterable[tuple[str, str]]:
-        """Contradictions between the cohort, the population and the partition."""
+        """Contradictions between the cohort, the population, the partition, and how clients train."""
         yield from super().conflicts()
+        if self.defence is not None:
+            yield from self._defence_conflicts(self.defence)
         people, n = self.population, self.population.clients
         if self.behaviour.dropout.secure and self.secure_sum is None:
             yield (
@@ -108,6 +115,23 @@ class Scenario(FederationConfig):
         fewest = getattr(rule, "min_size", 0)
         if 0 < people.examples_per_client < fewest:
             yield "partition.min_size", f"{fewest} is more than population.examples_per_client"
+
+    def _defence_conflicts(self, block: Named) -> Iterable[tuple[str, str]]:
+        from mycelia.attacks.defences.local import wrong_with_local
+
+        yield from wrong_with_local(block)
+        if self.privacy is not None and self.privacy.unit == "example":
+            yield (
+                "defence",
+                "a client's private step is on its examples as they are, and on attacked ones there is none; "
+                "take out [defence] or [privacy]",
+            )
+        if self.algorithm.name == "scaffold" and self.algorithm.options.get("option") == "I":
+            yield (
+                "algorithm.option",
+                "option I takes gradients at the examples as they are, and clients train on attacked ones; "
+                "use II",
+            )
 
     def populate(self, examples: Examples) -> Population:
         """The population over a training set.

@@ -43,6 +43,9 @@ def page(
 _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "test_accuracy": ("Test accuracy", text.percent),
     "test_loss": ("Test loss", text.number),
+    "clean_accuracy": ("Clean accuracy", text.percent),
+    "robust_accuracy": ("Robust accuracy", text.percent),
+    "success_rate": ("Success rate", text.percent),
     "worst_decile_accuracy": ("Worst decile accuracy", text.percent),
     "train_loss": ("Training loss", text.number),
     "epsilon": ("ε spent", text.number),

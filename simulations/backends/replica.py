@@ -17,7 +17,7 @@ from mycelia.engine.client_store import ClientStore
 from mycelia.engine.data import Examples
 from mycelia.engine.errors import ConfigError, DataError, MyceliaError
 from mycelia.engine.evaluation import CHUNK, measure
-from mycelia.engine.local import ClientData, LocalTrainer, LocalWork, StepsOf
+from mycelia.engine.local import ChangeOf, ClientData, LocalTrainer, LocalWork, StepsOf
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.program import Program
 from mycelia.engine.sums import ExactSum, SumFormat, Update
@@ -50,6 +50,7 @@ class Task:
         adder: the compiled sum of float32 parameters, None for the other plans.
         pipeline: what a client does to its update before it is summed.
         steps_of: makes the local steps where they are not SGD.
+        change_of: makes what changes the inputs of local steps, None where they are the client's examples.
         packed: what an update takes that the pipeline packs for a secure sum; None: updates are summed here.
     """
 
@@ -68,6 +69,7 @@ class Task:
     adder: Path | None = None
     pipeline: Pipeline = field(default_factory=Pipeline)
     steps_of: StepsOf | None = None
+    change_of: ChangeOf | None = None
     packed: PackedShape | None = None
 
 
@@ -100,6 +102,7 @@ class Replica:
             package=task.package,
             batch_shape=task.batch_shape,
             steps_of=task.steps_of,
+            change_of=task.change_of,
         )
 
     def train(
@@ -121,7 +124,7 @@ class Replica:
         """
         started = time.perf_counter()
         algorithm = self.task.algorithm
-        written = version(message.vector)
+        written, runs = version(message.vector), self.trainer.runs
         try:
             data = self._data(client)
             state = self.store.get(client, message.round) if algorithm.stateful else None
@@ -130,6 +133,13 @@ class Replica:
                 raise ConfigError(
                     f"local returned a {type(update).__name__}",
                     rule="local returns (Update, state)",
+                    who=f"algorithm {algorithm.name}",
+                )
+            if self.task.change_of is not None and self.trainer.runs == runs:
+                raise ConfigError(
+                    "the client half trained by itself",
+                    rule="[defence] changes the batches of LocalTrainer.run",
+                    fix="train by it, or take out [defence]",
                     who=f"algorithm {algorithm.name}",
                 )
             update = self.task.pipeline.device(update, Sent(client, message.round, message.extra))

@@ -94,6 +94,7 @@ def replica_of(prepared: Prepared) -> Replica:
                 batch_shape=prepared.batch_shape,
                 package=prepared.package,
                 pipeline=clipping,
+                change_of=prepared.change_of,
             )
         )
     finally:

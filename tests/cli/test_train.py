@@ -225,7 +225,7 @@ def test_own_model_data_and_loss(capsys: pytest.CaptureFixture[str]) -> None:
         (["privacy.epsilon=3"], ["privacy.unit: missing", "privacy.delta: missing", "privacy.clip: missing"]),
         (["privacy={}"], ["privacy.unit: missing"]),
         (["privacy={unit='example', epsilon=3, delta=1e-3, clip={name='abadi', bound=1}}"], ["one over"]),
-        (["defence={name='krum'}", "epochs='3'"], ["defence: not available", "epochs = '3'"]),
+        (["defence={name='krum'}", "epochs='3'"], ["epochs = '3'"]),
         (["optimizer=adma"], ["adma", "'adam'"]),
         (["optimizer.nesterow=true"], ["nesterow", "lr, betas"]),
         (["schedule=cosin"], ["cosin", "'cosine'"]),

@@ -1,0 +1,1 @@
+"""Attacks on inputs: one family a file."""
