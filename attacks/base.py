@@ -32,6 +32,7 @@ Bounds = tuple[float | Tensor, float | Tensor]
 Keep = Literal["closest", "loss"]
 
 _TOGETHER: Final = 2**22  # numbers that go through the model in one pass of `look_many`
+_ON_LEVEL: Final = 1e-3  # of a step of the grid
 _SLACK: Final = 1e-6  # relative: of a norm beyond eps, and of an input beyond its bounds
 
 
@@ -177,7 +178,7 @@ class Search:
             outputs, goal = self.outputs(points.flatten(0, 1)[some], who), self.goal.of(who)
             losses.view(-1)[some] = _known(goal.loss(outputs, loss)).to(losses.dtype)
             reached.view(-1)[some] = goal.reached(outputs)
-        near = norm((points - self.x[rows][:, None]).flatten(0, 1).double(), self.norm).view(k, b)
+        near = norm(_change(points, self.x[rows][:, None]).flatten(0, 1), self.norm).view(k, b)
         best = losses.argmax(1)
         if self._keep == "closest":
             best = torch.where(reached.any(1), torch.where(reached, near, torch.inf).argmin(1), best)
@@ -278,11 +279,15 @@ class Search:
         x = self.x[rows]
         if self.eps == torch.inf:
             return torch.minimum(torch.maximum(points, self.low[rows]), self.high[rows])
+        if x.element_size() == 2:  # a sum of halves may be rounded out of the ball
+            lower, upper = (bound[rows].float() - x.float() for bound in (self.low, self.high))
+            delta = project(points.float() - x.float(), self.norm, self.eps, lower, upper)
+            return _towards(x, x.float() + delta)
         delta = project(points - x, self.norm, self.eps, self.lower[rows], self.upper[rows])
         return torch.minimum(torch.maximum(x + delta, self.low[rows]), self.high[rows])
 
     def _remember(self, points: Tensor, rows: Tensor, losses: Tensor, reached: Tensor, step: int) -> None:
-        distance = norm((points - self.x[rows]).double(), self.norm)
+        distance = norm(_change(points, self.x[rows]), self.norm)
         fixed = self._kind == "fixed"
         fits = distance <= self.eps * (1 + _SLACK)
         if self.norm != "linf":  # linf iterates are clamped
@@ -298,7 +303,7 @@ class Search:
             tie = success & before & (distance == known)
             if bool(tie.any()):  # fewer or smaller changes that the norm does not see
                 which = rows[tie]
-                found, held = ((each - self.x[which]).double() for each in (points[tie], self.best[which]))
+                found, held = (_change(each, self.x[which]) for each in (points[tie], self.best[which]))
                 closer[tie] = norm(found, "l2") < norm(held, "l2")
             higher = ~success & ~before & (fits | (not fixed)) & (values > self._loss[rows])
             better = closer | higher
@@ -623,9 +628,14 @@ class Attack(ABC):
         towards = torch.where(place >= origin, place.floor(), place.ceil())
         towards = torch.where((towards - origin) * (place - origin) < 0, origin.round(), towards)
         changed = found.is_(Status.BROKEN) | found.is_(Status.HELD)
-        beyond = norm((nearest - origin) * step, self.norm) > eps * (1 + _SLACK)
+        level = (origin - origin.round()).abs() < _ON_LEVEL  # there, what is not moved keeps its bits
+        moved = torch.where(level & (nearest == origin.round()), 0.0, (nearest - origin) * step)
+        beyond = norm(moved, self.norm) > eps * (1 + _SLACK)
         grid = torch.where(_wide(beyond, x), towards, nearest)
         points = torch.minimum(torch.maximum((low + grid * step).to(x.dtype), low), high)
+        points = torch.where(level & (grid == origin.round()), x, points)
+        outside = (norm(_change(points, x), self.norm) > eps * (1 + _SLACK)) & changed
+        points = torch.where(_wide(outside, x), found.x_adv, points)
         before = int(found.is_(Status.BROKEN).sum())
         found = self._verified(
             model, replace(found, x_adv=torch.where(_wide(changed, x), points, found.x_adv)), x, goal, batch,
@@ -633,9 +643,15 @@ class Attack(ABC):
         )  # fmt: skip
         lost = [text == "not reproduced" for text in found.reason]
         reason = tuple(
-            f"lost by rounding to {bits} bits" if gone else text
-            for gone, text in zip(lost, found.reason, strict=True)
+            f"no point of {bits} bits is in the ball"
+            if out
+            else f"lost by rounding to {bits} bits"
+            if gone
+            else text
+            for out, gone, text in zip(outside.tolist(), lost, found.reason, strict=True)
         )
+        status = torch.where(outside, int(Status.HELD), found.status).to(torch.int8)
+        found = replace(found, status=status)
         share = None if not before else int(found.is_(Status.BROKEN).sum()) / before
         return replace(found, reason=reason, survive_8bit=share)
 
@@ -678,15 +694,30 @@ def _wide(rows: Tensor, x: Tensor) -> Tensor:
     return rows.view(-1, *[1] * (x.dim() - 1))
 
 
+def _change(points: Tensor, x: Tensor) -> Tensor:
+    """The difference in double precision; that of halves is taken there: their own is rounded too much."""
+    return points.double() - x.double() if x.element_size() == 2 else (points - x).double()
+
+
 def _inwards(x: Tensor, by: float) -> Tensor:
     """The sum in the precision of x, on the near side."""
+    if x.element_size() == 2:
+        return _towards(x, x.double() + by)
     moved = x + by
     beyond = (moved.double() - x.double()).abs() > abs(by)
-    return (
-        torch.where(beyond, torch.nextafter(moved, x), moved)
-        if moved.dtype in (torch.float32, torch.float64)
-        else moved
-    )
+    return torch.where(beyond, torch.nextafter(moved, x), moved)
+
+
+def _towards(x: Tensor, wanted: Tensor) -> Tensor:
+    """Values of 16 bits as near as can be to those that are wanted, and no further from x than they."""
+    near = wanted.to(x.dtype)
+    beyond = (near.double() - x.double()).abs() > (wanted.double() - x.double()).abs()
+    bits = near.view(torch.int16).int()
+    up = x.double() > near.double()
+    # Bits of floats count up with their size; from zero the next is the smallest one of either sign.
+    step = torch.where((near > 0) == up, 1, -1)
+    after = torch.where(near == 0, torch.where(up, 1, 1 - 2**15), bits + step)
+    return torch.where(beyond, after.to(torch.int16).view(x.dtype), near)
 
 
 def _inputs(x: Any) -> Tensor:

@@ -551,6 +551,8 @@ def test_a_payload_to_a_device_goes_by_credit_and_pings_between_chunks(tmp_path:
             await ward.write(pb.ClientFrame(want=pb.Want(sha256=offer.sha256, at=offer.at)))
             assert await told.next("delivered") == (7, offer)
             await ward.write(pb.ClientFrame(want=pb.Want(sha256=offer.sha256, at=offer.at)))  # once more
+            await ward.write(READY)
+            await told.next("frame")  # or it would end the transfer that follows
             service.push(7, outcome())
             await ward.read_body("outcome")
             missing = [pb.Range(first=0, count=CREDIT + 1)]

@@ -270,16 +270,11 @@ def test_target_equals_label_refused() -> None:
 # --- 8 bits -------------------------------------------------------------------------------------------
 
 
-L0_COUNTS_ROUNDING = pytest.mark.xfail(reason="l0 counts the rounding of coordinates that did not change")
-BEYOND_COUNTS = pytest.mark.xfail(reason="a point that the grid puts outside the ball stays BROKEN")
-
-
 @pytest.mark.parametrize(
     ("p", "bounds"),
     [
         *((p, (0.0, 1.0)) for p in NORMS),
-        *((p, (-1.0, 3.0)) for p in ("l1", "l2", "linf")),
-        pytest.param("l0", (-1.0, 3.0), marks=L0_COUNTS_ROUNDING),
+        *((p, (-1.0, 3.0)) for p in NORMS),
     ],
 )
 def test_eight_bit_roundtrip(p: Norm, bounds: tuple[float, float]) -> None:
@@ -323,7 +318,7 @@ def test_eight_bit_roundtrip(p: Norm, bounds: tuple[float, float]) -> None:
     assert plain.survive_8bit is None
 
 
-@pytest.mark.parametrize("p", ["linf", "l2", pytest.param("l1", marks=BEYOND_COUNTS)])
+@pytest.mark.parametrize("p", ["linf", "l2", "l1"])
 def test_eight_bit_roundtrip_of_other_inputs(p: Norm) -> None:
     """Where the input is on no level the grid may have no point in the ball: then there is no success."""
     x = images(12)
@@ -369,7 +364,6 @@ def test_eight_bit_successes_that_are_lost() -> None:
     assert torch.allclose(255 * kept.x_adv[:, 0], torch.tensor(102.0, dtype=torch.float64))
 
 
-@pytest.mark.xfail(reason="the ball is cut in float16, whose rounding is a thousandth")
 @pytest.mark.parametrize("attack_", [FGM(norm="linf"), APGD(norm="l2", steps=10)], ids=["fgm", "apgd"])
 def test_dtype_device_of_halves(attack_: Attack) -> None:
     """Inputs of 16 bits are attacked like others: they move, and no further than eps."""

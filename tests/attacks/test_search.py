@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mycelia.attacks import PGD, AutoAttack, Status, Untargeted
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack, Search, _towards
 from mycelia.attacks.planted import affine
 from mycelia.engine.errors import ConfigError
 
@@ -99,3 +100,23 @@ def test_averaged_gradients_are_verified_over_as_many_passes() -> None:
     assert PGD(steps=2, eot=3).run(affine(4, 3), x, goal, eps=0.1).votes == 3
     assert PGD(steps=2).run(affine(4, 3), x, goal, eps=0.1).votes == 1
     assert AutoAttack("rand", steps=2).run(affine(4, 3), x, goal, eps=0.1).votes == 20
+
+
+def test_halves_are_rounded_towards_the_input() -> None:
+    """As near as NumPy's own neighbours allow, and never further from x than what was wanted."""
+    draw = np.random.default_rng(0)
+    x = torch.from_numpy(
+        np.concatenate([draw.normal(size=500), np.zeros(50), [6e-8, -6e-8]]).astype(np.float16)
+    )
+    wanted = x.double() + torch.from_numpy(draw.normal(scale=0.02, size=len(x)))
+    found = _towards(x, wanted)
+    assert found.dtype == torch.float16
+    nearest = wanted.to(torch.float16).numpy()
+    neighbour = np.nextafter(nearest, x.numpy())
+    beyond = np.abs(nearest.astype(float) - x.double().numpy()) > (wanted - x.double()).abs().numpy()
+    assert 0 < beyond.sum() < len(x)
+    assert np.array_equal(found.numpy(), np.where(beyond, neighbour, nearest))
+    assert bool(((found.double() - x.double()).abs() <= (wanted - x.double()).abs()).all())
+    brains = x.bfloat16()
+    moved = _towards(brains, brains.double() + 0.01)
+    assert bool(((moved.double() - brains.double()).abs() <= 0.01).all())
