@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
+from mycelia.attacks.facts import known, settings_of, share, share_text
 from mycelia.attacks.result import AttackResult, Status
-from mycelia.attacks.robustness_report import share
 from mycelia.attacks.threat import Threat
 from mycelia.engine.environment import describe
 
-__all__ = ["SCHEMA", "attack_facts", "attack_text", "settings_of"]
+__all__ = ["SCHEMA", "attack_facts", "attack_text"]
 
 SCHEMA: Final = 1
 _SLACK: Final = 1e-6
-
-
-def settings_of(attack: Attack) -> dict[str, Any]:
-    """Settings of an attack as JSON can say them; a callable by its name."""
-    found: dict[str, Any] = {}
-    for field in fields(attack):
-        value = getattr(attack, field.name)
-        plain = value is None or isinstance(value, bool | int | float | str | tuple | list)
-        found[field.name] = value if plain else getattr(value, "__name__", repr(value))
-    return found
 
 
 def attack_facts(
@@ -69,10 +58,10 @@ def attack_facts(
         **share("robust_accuracy", counts.held, counts.n, "no rows"),
         **share("success_rate", counts.broken, attacked, "no row was attacked"),
         "distance": _distances(result),
-        **_known("worst_norm", _worst(result), "no row was changed"),
+        **known("worst_norm", _worst(result), "no row was changed"),
         "outside_ball": _outside(result),
         "verification_mismatches": result.unreproduced,
-        **_known("survive_8bit", result.survive_8bit, "not asked for: --quantise 8"),
+        **known("survive_8bit", result.survive_8bit, "not asked for: --quantise 8"),
         "forward": int(result.queries.sum()),
         "backward": int(result.gradients.sum()),
         "seconds": result.seconds,
@@ -80,7 +69,7 @@ def attack_facts(
         "device": str(result.x_adv.device),
         "dtype": str(result.x_adv.dtype).removeprefix("torch."),
         "versions": describe()["versions"],
-        **_known("run_dir", run_dir or None, "results were not kept"),
+        **known("run_dir", run_dir or None, "results were not kept"),
     }  # fmt: skip
     return facts
 
@@ -93,7 +82,7 @@ def attack_text(facts: Mapping[str, Any]) -> str:
         f"{facts['attack']['name']} on {facts['model']['name']}, {n} rows of {facts['data']['name']} "
         f"({facts['data']['split']})",
         f"threat           {threat['goal']}, {threat['norm']} at most {threat['eps']:g} {threat['eps_unit']}",
-        *(f"{name.replace('_', ' '):<16} {_percent(facts, name)}"
+        *(f"{name.replace('_', ' '):<16} {share_text(facts, name)}"
           for name in ("clean_accuracy", "robust_accuracy", "success_rate")),
         f"rows             {counts['broken']} broken, {counts['held']} held, {counts['failed']} failed, "
         f"{counts['clean_wrong']} wrong before, {counts['already_target']} at the target before",
@@ -141,14 +130,3 @@ def _outside(result: AttackResult) -> int:
     if result.eps is None:
         return 0
     return int((_broken(result) > result.eps * (1 + _SLACK)).sum())
-
-
-def _known(key: str, value: Any, reason: str) -> dict[str, Any]:
-    return {key: value} if value is not None else {key: None, f"{key}_reason": reason}
-
-
-def _percent(facts: Mapping[str, Any], name: str) -> str:
-    if facts[name] is None:
-        return f"not measured: {facts[f'{name}_reason']}"
-    low, high = facts[f"{name}_ci95"]
-    return f"{100 * facts[name]:.2f} % [{100 * low:.2f}, {100 * high:.2f}]"

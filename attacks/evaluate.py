@@ -24,6 +24,7 @@ from mycelia.attacks.defences.outputs import Obfuscated
 from mycelia.attacks.evasion.fgm import FGM
 from mycelia.attacks.evasion.pgd import PGD
 from mycelia.attacks.evasion.transfer import Transfer
+from mycelia.attacks.facts import settings_of
 from mycelia.attacks.flags import RANDOM, CurvePoint, Evidence, Ran, cover, raise_flags, randomness
 from mycelia.attacks.goals import Goal, Untargeted, predicted
 from mycelia.attacks.model import Model, as_model
@@ -519,7 +520,7 @@ def _lines(runs: tuple[Ran, ...], case: _Case) -> tuple[AttackLine, ...]:
     standing = torch.ones(len(case.x), dtype=torch.bool, device=case.x.device)
     lines = []
     for ran in runs:
-        settings = {} if ran.attack is None else _settings(ran.attack)
+        settings = {} if ran.attack is None else settings_of(ran.attack)
         if ran.result is None:
             lines.append(AttackLine(ran.name, settings, None, None, None, None, ran.reason))
             continue
@@ -534,7 +535,7 @@ def _lines(runs: tuple[Ran, ...], case: _Case) -> tuple[AttackLine, ...]:
                 lines.append(
                     AttackLine(
                         f"{ran.name}/{fact.name}",
-                        _settings(fact.attack),
+                        settings_of(fact.attack),
                         alone,
                         min(before, fact.held_after),
                         fact.broken,
@@ -543,19 +544,6 @@ def _lines(runs: tuple[Ran, ...], case: _Case) -> tuple[AttackLine, ...]:
                     )
                 )
     return tuple(lines)
-
-
-def _settings(attack: Attack) -> dict[str, Any]:
-    return {field.name: _plain(getattr(attack, field.name)) for field in dataclasses.fields(attack)}
-
-
-def _plain(value: Any) -> Any:
-    """For JSON."""
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    return getattr(value, "__name__", type(value).__name__)
 
 
 # --- beside them ------------------------------------------------------------------------------------

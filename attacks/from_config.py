@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -22,10 +22,10 @@ from mycelia.attacks.config import AttackConfig, EvaluateConfig, TargetConfig
 from mycelia.attacks.evaluate import SUITES, Adaptive, evaluate
 from mycelia.attacks.model import Model, as_model
 from mycelia.attacks.onnx_model import onnx_model
-from mycelia.attacks.registry import ATTACKS
 from mycelia.attacks.report_parts import EVALUATION, parts_of
+from mycelia.attacks.result import AttackResult
 from mycelia.attacks.robustness_report import Report
-from mycelia.attacks.suite_file import load_suite
+from mycelia.attacks.suite_file import attack_from, load_suite
 from mycelia.attacks.threat import Threat
 from mycelia.engine import plain_json
 from mycelia.engine.config import Named, load_config, to_toml
@@ -36,7 +36,7 @@ from mycelia.engine.events import Resumed, RunFinished, RunStarted
 from mycelia.engine.plugins import chosen, resolve, user_code
 from mycelia.engine.report import build_report
 from mycelia.engine.report.build import default_parts
-from mycelia.engine.run import CONFIG, Run, is_run
+from mycelia.engine.run import CONFIG, Run, check_free, is_run
 from mycelia.engine.trained import Trained, of_run, of_weights
 
 __all__ = ["Attacked", "Evaluated", "Subject", "attack", "evaluated", "met", "resumed", "subject"]
@@ -90,21 +90,14 @@ def subject(config: TargetConfig) -> Subject:
             fix="add --data NAME",
             who="--data",
         )
-    dataset = load(config.data) if config.data else None
-    if dataset is not None and dataset.classes is None:
-        raise ConfigError(
-            f"{dataset.name} has no classes", rule="an attack changes which class a model gives", who="--data"
-        )
-    if path.suffix == ".onnx":
+    dataset = _with_classes(load(config.data)) if config.data else None
+    if dataset is not None and path.suffix == ".onnx":
         model: Model = onnx_model(path)
-        said = {"name": path.name, "sha256": _file_sha256(path)}
+        said = {"name": path.name, "sha256": sha256(path.read_bytes()).hexdigest()}
     else:
         trained = _trained(config, path, dataset)
         model, said = as_model(trained.module), {"name": trained.name, "sha256": trained.sha256}
-        if dataset is None and trained.data is not None:
-            dataset = load(trained.data.name, **trained.data.options)
-    if dataset is None:
-        raise ConfigError("the run names no data", rule="inputs to change", fix="add --data", who="--data")
+        dataset = _with_classes(trained.dataset)
     part = dataset.test if config.split == "test" else dataset.train
     stop = config.limit or len(part)
     inputs, targets = part.inputs[:stop], part.targets[:stop]
@@ -118,6 +111,14 @@ def subject(config: TargetConfig) -> Subject:
         said,
         {"name": dataset.name, "split": config.split, "n": len(inputs), "sha256": digest},
     )
+
+
+def _with_classes(dataset: Dataset) -> Dataset:
+    if dataset.classes is None:
+        raise ConfigError(
+            f"{dataset.name} has no classes", rule="an attack changes which class a model gives", who="--data"
+        )
+    return dataset
 
 
 def _trained(config: TargetConfig, path: Path, dataset: Dataset | None) -> Trained:
@@ -150,23 +151,8 @@ def attack_of(config: AttackConfig) -> Attack:
     Raises:
         ConfigError: an unknown attack, another norm than it has, or steps for one without.
     """
-    kind = chosen(ATTACKS, config.attack, kind="attack", who="attack")
-    names = {field.name for field in fields(kind)}
-    given: dict[str, Any] = {}
-    if "norm" in names:
-        given["norm"] = config.norm
-    if config.steps:
-        if "steps" not in names:
-            raise ConfigError(
-                f"steps for {config.attack}", rule="it has none", fix="leave out --steps", who="--steps"
-            )
-        given["steps"] = config.steps
-    made = kind(**given)
-    if made.norm != config.norm:
-        raise ConfigError(
-            f"norm {config.norm} for {config.attack}", rule=f"it works in {made.norm}", who="--norm"
-        )
-    return made
+    steps = {"steps": config.steps} if config.steps else {}
+    return attack_from({"name": config.attack, **steps}, config.norm, "attack")
 
 
 @dataclass(frozen=True)
@@ -189,17 +175,17 @@ def attack(config: AttackConfig, *, out: Path | None = None, save: Path | None =
         MyceliaError: as `subject` and the attack do.
     """
     made = attack_of(config)
-    _check_free(out, "attack", config)
+    check_free(out)
     found = subject(config)
     with found.model.quiet():
         clean = _outputs(found, config.batch)
-    results: list[tuple[float, Any]] = []
+    results: list[tuple[Threat, AttackResult]] = []
     for eps in sorted(config.eps):
         threat = threat_of(config, eps)
         goal = threat.goal_for(found.y, clean)
         results.append(
             (
-                eps,
+                threat,
                 made.run(
                     found.model, found.x, goal, eps=eps, rng=config.seed, bounds=config.bounds,
                     batch=config.batch, queries=config.queries or None, quantise=config.quantise or None,
@@ -209,15 +195,11 @@ def attack(config: AttackConfig, *, out: Path | None = None, save: Path | None =
     with Run.create(out, "attack", to_toml(config)) as run:
         run.log(_started("attack", config))
         facts = tuple(
-            attack_facts(
-                result, threat_of(config, eps), model=found.said, data=found.data, run_dir=str(run.path)
-            )
-            for eps, result in results
+            attack_facts(result, threat, model=found.said, data=found.data, run_dir=str(run.path))
+            for threat, result in results
         )
         _write(run.path / "attack.json", plain_json.dumps(list(facts), indent=1))
-        if save is not None:
-            last = results[-1][1]
-            save_file({"x_adv": last.x_adv.contiguous(), "status": last.status.contiguous()}, save)
+        _save(results[-1][1], save)
         run.log(
             RunFinished(result={"robust_accuracy": facts[-1]["robust_accuracy"], "run_dir": str(run.path)})
         )
@@ -323,8 +305,7 @@ def _evaluated(run: Run, config: EvaluateConfig, prepared: _Prepared, save: Path
     facts["requirements"] = [{"text": text, "met": met(text, facts)} for text in config.require]
     _write(run.path / "evaluation.txt", report.text())
     _write(run.path / EVALUATION, plain_json.dumps(facts, indent=1))
-    if save is not None:
-        save_file({"x_adv": report.x_adv.contiguous(), "status": report.status.contiguous()}, save)
+    _save(report, save)
     ledger = facts["ledger"]
     shown = {name: ledger[name] for name in ("clean_accuracy", "robust_accuracy", "success_rate")}
     shown |= {"seconds_total": ledger["seconds"], "run_dir": str(run.path)}
@@ -380,18 +361,13 @@ def _adaptive(reference: str) -> Adaptive | Attack | None:
     return found
 
 
-def _check_free(out: Path | None, command: str, config: TargetConfig) -> None:
-    """An occupied folder is known before anything is attacked."""
-    if out is not None and out.is_dir() and any(out.iterdir()):
-        Run.create(out, command, to_toml(config))  # raises
-
-
 def _outputs(found: Subject, batch: int) -> Tensor:
     return torch.cat([found.model(part) for part in found.x.split(batch)])
 
 
-def _file_sha256(path: Path) -> str:
-    return sha256(path.read_bytes()).hexdigest()
+def _save(found: AttackResult | Report, path: Path | None) -> None:
+    if path is not None:
+        save_file({"x_adv": found.x_adv.contiguous(), "status": found.status.contiguous()}, path)
 
 
 def _started(command: str, config: TargetConfig) -> RunStarted:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from mycelia.attacks.facts import share_text
 from mycelia.engine.errors import DataError
 from mycelia.engine.events import Event
 from mycelia.engine.report import plot
@@ -68,14 +69,6 @@ class _Stored:
         return self.make(self.all)
 
 
-def _share(facts: Facts, key: str) -> str:
-    value = facts.get(key)
-    if value is None:
-        return f"not measured: {facts.get(f'{key}_reason', '')}"
-    low, high = facts[f"{key}_ci95"]
-    return f"{100 * value:.2f} % [{100 * low:.2f}, {100 * high:.2f}]"
-
-
 def _threat(facts: Facts) -> Section:
     threat = facts["threat"]
     rows = [(title(key), _text(value)) for key, value in threat.items() if not key.endswith("_reason")]
@@ -89,7 +82,7 @@ def _ledger(facts: Facts) -> Section:
     ledger, threat = facts["ledger"], facts["threat"]
     warned = [flag["id"] for flag in facts["flags"] if flag["state"] == "warn"]
     ball = f"{threat['norm']} {threat['eps']:g}"
-    lead = f"Robust accuracy at {ball}: {_share(ledger, 'robust_accuracy')} of all rows. "
+    lead = f"Robust accuracy at {ball}: {share_text(ledger, 'robust_accuracy')} of all rows. "
     lead += (
         f"Flags {', '.join(warned)} warn: read them before this number."
         if warned
@@ -101,7 +94,10 @@ def _ledger(facts: Facts) -> Section:
         ("Broken by at least one attack", f"{ledger['broken']:,}"),
         ("Held against all", f"{ledger['held']:,}"),
         ("Could not be judged", f"{ledger['failed']:,}"),
-        *((title(key), _share(ledger, key)) for key in ("clean_accuracy", "robust_accuracy", "success_rate")),
+        *(
+            (title(key), share_text(ledger, key))
+            for key in ("clean_accuracy", "robust_accuracy", "success_rate")
+        ),
         ("Largest change that counts", _text(ledger["worst_norm"])),
         ("Forward passes of a row", f"{ledger['forward']:,}"),
         ("Backward passes of a row", f"{ledger['backward']:,}"),
@@ -130,7 +126,7 @@ def _curve(facts: Facts) -> Section:
         "Robust accuracy cannot rise with eps; raw success that falls is a sign of a weak attack.",
     )
     rows = [
-        (f"{point['eps']:g}", _share(point, "robust_accuracy"), _share(point, "raw_success"))
+        (f"{point['eps']:g}", share_text(point, "robust_accuracy"), share_text(point, "raw_success"))
         for point in curve
     ]
     table = Table(("eps", "Robust accuracy", "Success, raw"), rows, numeric=(0, 1, 2))
@@ -142,7 +138,7 @@ def _attacks(facts: Facts) -> Section:
     rows = [
         (
             line["name"],
-            _share(line, "robust_accuracy_alone"),
+            share_text(line, "robust_accuracy_alone"),
             _text(line["held_after"]),
             _text(broken_by.get(line["name"], 0)),
             _text(line["broken"]),
@@ -202,8 +198,8 @@ def _adaptive(facts: Facts) -> Section:
     note = facts["adaptive"]
     rows = [(title(key), _text(note[key])) for key in ("note", "loss", "surrogate", "eot") if note.get(key)]
     rows += [
-        ("The suite's result", _share(facts["ledger"], "robust_accuracy")),
-        ("Best known, with an attack made for it", _share(note, "best_known")),
+        ("The suite's result", share_text(facts["ledger"], "robust_accuracy")),
+        ("Best known, with an attack made for it", share_text(note, "best_known")),
     ]
     return Section("adaptive", "Adaptive attack", tables=[Table(("", "Value"), rows)])
 
@@ -214,7 +210,7 @@ def _broader(facts: Facts) -> Section:
     tables = []
     if natural is not None:
         rows = [
-            (title(each["corruption"]), str(each["severity"]), _share(each, "accuracy"))
+            (title(each["corruption"]), str(each["severity"]), share_text(each, "accuracy"))
             for each in natural["each"]
         ]
         rows.append(("Mean over corruptions", "", f"{100 * natural['mean_accuracy']:.2f} %"))
@@ -222,8 +218,8 @@ def _broader(facts: Facts) -> Section:
     pairs: list[tuple[str, str]] = []
     if moved is not None:
         size = f"Worst rotation to {moved['rotation']:g}° and shift to {moved['shift']:g} pixels"
-        pairs.append((size, _share(moved, "accuracy")))
-    pairs += [(f"Normal noise of {at['sigma']:g}", _share(at, "accuracy")) for at in noise or ()]
+        pairs.append((size, share_text(moved, "accuracy")))
+    pairs += [(f"Normal noise of {at['sigma']:g}", share_text(at, "accuracy")) for at in noise or ()]
     if pairs:
         tables.append(Table(("", "Accuracy"), pairs, numeric=(1,)))
     missing = [f"{key}: {found[f'{key}_reason']}" for key, value in found.items() if value is None]
@@ -237,10 +233,10 @@ def _detectors(facts: Facts) -> Section | None:
     rows = [
         (
             each["name"],
-            _share(each, "false_alarm_rate"),
-            _share(each, "detection_rate"),
+            share_text(each, "false_alarm_rate"),
+            share_text(each, "detection_rate"),
             f"{each['roc']['auc']:.3f}",
-            _share(each["adaptive"], "success_rate") if each["adaptive"] else each["adaptive_reason"],
+            share_text(each["adaptive"], "success_rate") if each["adaptive"] else each["adaptive_reason"],
         )
         for each in facts["detectors"]
     ]
@@ -257,8 +253,8 @@ def _certified(facts: Facts) -> Section | None:
     rows = [
         (
             f"{at['radius']:g}",
-            _share(at, "accuracy"),
-            _share(at, "abstained"),
+            share_text(at, "accuracy"),
+            share_text(at, "abstained"),
             _text(at["draws"]),
             f"{at['alpha']:g}",
         )

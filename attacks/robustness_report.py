@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from mycelia.attacks.broader import Broader, unmeasured
+from mycelia.attacks.facts import known, share
 from mycelia.attacks.flags import Flag
 from mycelia.attacks.intervals import clopper_pearson, wilson
 from mycelia.attacks.planted import UnitTest
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # as in evaluate
     from mycelia.attacks.defences.smoothing import CertifiedShare
     from mycelia.attacks.detectors.report import DetectorReport
 
-__all__ = ["SCHEMA", "AdaptiveNote", "AttackLine", "CurveLine", "Ledger", "Report", "share"]
+__all__ = ["SCHEMA", "AdaptiveNote", "AttackLine", "CurveLine", "Ledger", "Report"]
 
 SCHEMA: Final = 1
 _LATER: Final[Mapping[str, str]] = {
@@ -107,7 +108,7 @@ class AttackLine:
             **share("robust_accuracy_alone", self.alone, n, self.reason),
         }  # fmt: skip
         for key in ("held_after", "broken", "failed"):
-            found |= _known(key, getattr(self, key), self.reason)
+            found |= known(key, getattr(self, key), self.reason)
         return found
 
 
@@ -158,10 +159,10 @@ class AdaptiveNote:
     def to_json(self, n: int) -> dict[str, Any]:
         """As the report has it; n: all rows."""
         return {
-            **_known("note", self.note or None, "nobody wrote one"),
-            **_known("loss", self.loss or None, "no loss was made for this model"),
-            **_known("surrogate", self.surrogate or None, "no stage was replaced for gradients"),
-            **_known("eot", self.eot, "gradients were not averaged over passes"),
+            **known("note", self.note or None, "nobody wrote one"),
+            **known("loss", self.loss or None, "no loss was made for this model"),
+            **known("surrogate", self.surrogate or None, "no stage was replaced for gradients"),
+            **known("eot", self.eot, "gradients were not averaged over passes"),
             **share("best_known", self.held, n, "no adaptive attack ran"),
         }  # fmt: skip
 
@@ -250,15 +251,15 @@ class Report:
             "schema": SCHEMA,
             "threat": self.threat.to_json(),
             "versions": dict(self.versions),
-            **_known("run_dir", self.run_dir or None, "the model did not come from a run"),
+            **known("run_dir", self.run_dir or None, "the model did not come from a run"),
             "requirements": [{"text": text, "met": met} for text, met in self.requirements],
             "caveats": list(self.caveats),
             "ledger": self.ledger.to_json(),
             "attacks": [line.to_json(n) for line in self.attacks],
-            **_known("curve", [line.to_json(n) for line in self.curve] or None, self.curve_reason),
+            **known("curve", [line.to_json(n) for line in self.curve] or None, self.curve_reason),
             "worst_case": {"broken_by": dict(self.broken_by)},
             "flags": [_flag_json(flag) for flag in self.flags],
-            **_known("unit_tests", tests or None, self.unit_tests_reason),
+            **known("unit_tests", tests or None, self.unit_tests_reason),
             "adaptive": self.adaptive.to_json(n),
             "broader": self.broader.to_json(),
         }
@@ -266,9 +267,9 @@ class Report:
             ("detectors", self.detectors, "no detector was evaluated"),
             ("certified", self.certified, "no certificate was asked for"),
         ):
-            found |= _known(key, [block.to_json() for block in blocks] or None, why)
+            found |= known(key, [block.to_json() for block in blocks] or None, why)
         for key, why in _LATER.items():
-            found |= _known(key, self.extra.get(key), why)
+            found |= known(key, self.extra.get(key), why)
         return found
 
     def text(self) -> str:
@@ -276,35 +277,16 @@ class Report:
         return "\n".join(_lines(self)) + "\n"
 
 
-def share(key: str, k: int | None, n: int, reason: str) -> dict[str, Any]:
-    """A share with its 95 % interval; null with reasons where nothing was counted.
-
-    Args:
-        key: its name.
-        k: so many; None: not measured.
-        n: of so many.
-        reason: why it is missing, if it is.
-    """
-    if k is None or n == 0:
-        missing = _known(key, None, reason or "no rows")
-        return missing | _known(f"{key}_ci95", None, reason or "no rows")
-    return {key: k / n, f"{key}_ci95": list(wilson(k, n))}
-
-
-def _known(key: str, value: Any, reason: str) -> dict[str, Any]:
-    return {key: value} if value is not None else {key: None, f"{key}_reason": reason or "not measured"}
-
-
 def _untested(name: str, why: str) -> dict[str, Any]:
     found: dict[str, Any] = {"attack": name}
     for key in ("planted_found", "planted_total", "constant_found"):
-        found |= _known(key, None, why)
+        found |= known(key, None, why)
     return found
 
 
 def _flag_json(flag: Flag) -> dict[str, Any]:
     return {
-        "id": flag.id, "key": flag.key, "state": flag.state, **_known("value", flag.value, flag.reason),
+        "id": flag.id, "key": flag.key, "state": flag.state, **known("value", flag.value, flag.reason),
         "limit": flag.limit, "advice": flag.advice,
     }  # fmt: skip
 

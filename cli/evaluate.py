@@ -66,7 +66,7 @@ def command(
     """Run a suite of attacks, count the worst case of every example, and look for weak attacks.
 
     Needs --model, --norm and --eps. Writes a run folder with evaluation.json and report.html; mycelia report
-        typer.Option("--suite", help="quick, standard, full, blackbox, minimum, rand, or FILE.toml."),
+    shows it again. Results of attacks are kept as they come, and --resume goes on with a run that stopped.
 
     Example: mycelia evaluate --model RUN --norm linf --eps 0.1 --require "ledger.robust_accuracy>=0.4"
     """

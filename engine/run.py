@@ -18,11 +18,20 @@ if TYPE_CHECKING:
     from mycelia.engine.checkpoint import Checkpoint
     from mycelia.engine.types import Tensors
 
-__all__ = ["CHECKPOINTS", "Run", "is_run"]
+__all__ = ["CHECKPOINTS", "Run", "check_free", "is_run"]
 
 EVENTS = "events.jsonl"
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
+
+
+def check_free(out: Path | None) -> None:
+    """Refuse a folder that `Run.create` would refuse, before work that would then be lost.
+
+    Raises `ConfigError` when there is something in it.
+    """
+    if out is not None and out.is_dir() and (occupied := next(out.iterdir(), None)) is not None:
+        raise _occupied(out, occupied)
 
 
 class Run:

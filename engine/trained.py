@@ -39,6 +39,7 @@ class Trained:
         name: as the configuration has it.
         sha256: of its tensors, as results say it.
         data: what it was trained on; None: not known.
+        dataset: the data that its shape is from.
         run_dir: of the run; "": it comes from none.
         step: of the checkpoint: a step, or a round of a federation.
     """
@@ -46,6 +47,7 @@ class Trained:
     module: nn.Module
     name: str
     sha256: str
+    dataset: Dataset
     data: Named | None = None
     run_dir: str = ""
     step: int = 0
@@ -87,7 +89,7 @@ def of_run(path: Path, dataset: Dataset | None = None) -> Trained:
     checkpoint = run.load_checkpoint()
     weights = _weights(checkpoint, module, dataset, str(table.get("loss") or ""))
     sha256 = _fill(module, weights, str(run.path))
-    return Trained(module, model.name, sha256, data, str(run.path), checkpoint.step)
+    return Trained(module, model.name, sha256, dataset, data, str(run.path), checkpoint.step)
 
 
 def of_weights(model: Named, weights: Path, dataset: Dataset) -> Trained:
@@ -109,7 +111,7 @@ def of_weights(model: Named, weights: Path, dataset: Dataset) -> Trained:
         raise DataError(
             f"the weights cannot be read: {error}", rule="a safetensors file", who=str(weights)
         ) from error
-    return Trained(module, model.name, _fill(module, tensors, str(weights)))
+    return Trained(module, model.name, _fill(module, tensors, str(weights)), dataset)
 
 
 def _table(run: Run) -> Mapping[str, Any]:

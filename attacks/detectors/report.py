@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from mycelia.attacks.detectors.base import Detector
 from mycelia.attacks.detectors.roc import Roc, roc
+from mycelia.attacks.facts import share
 from mycelia.attacks.intervals import wilson
 from mycelia.attacks.result import AttackResult
 
@@ -53,8 +54,8 @@ class DetectorReport:
             "name": self.name,
             "fpr": self.fpr,
             "threshold": self.threshold,
-            **_share("false_alarm_rate", self.false_alarms, self.benign),
-            **_share("detection_rate", self.found, self.attacked),
+            **share("false_alarm_rate", self.false_alarms, self.benign, "no rows"),
+            **share("detection_rate", self.found, self.attacked, "no rows"),
             "roc": self.roc.to_json(),
             "adaptive": None,
         }
@@ -65,7 +66,7 @@ class DetectorReport:
         found["adaptive"] = {
             "attack": self.adaptive_attack, "eps": self.adaptive_eps,
             "attacked": self.adaptive_attacked, "broken": self.adaptive_broken,
-            **_share("success_rate", self.adaptive_broken, self.adaptive_attacked),
+            **share("success_rate", self.adaptive_broken, self.adaptive_attacked, "no rows"),
         }  # fmt: skip
         if self.adaptive_eps is None:
             found["adaptive"]["eps_reason"] = "a smallest change without limit"
@@ -127,13 +128,6 @@ def detector_report(
         adaptive_eps=adaptive.eps,
         adaptive_attack=type(adaptive.attack).__name__,
     )
-
-
-def _share(key: str, k: int, n: int) -> dict[str, Any]:
-    if not n:
-        why = "no rows"
-        return {key: None, f"{key}_reason": why, f"{key}_ci95": None, f"{key}_ci95_reason": why}
-    return {key: k / n, f"{key}_ci95": list(wilson(k, n))}
 
 
 def _part(k: int, n: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -31,12 +32,13 @@ _USUAL: Final = Validity()
 
 
 @dataclass(frozen=True, eq=False)
-class _Fuzz:
+class _Fuzz(ABC):
     model: nn.Module | ModuleModel
     mutators: Sequence[Any]
 
+    @abstractmethod
     def _guide(self) -> Guide:
-        raise NotImplementedError
+        """What tells whether a mutant is worth keeping."""
 
     def run(
         self,

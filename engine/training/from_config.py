@@ -16,7 +16,7 @@ from mycelia.engine.events import Listener
 from mycelia.engine.losses import get
 from mycelia.engine.metrics import Metrics
 from mycelia.engine.models import build
-from mycelia.engine.run import CONFIG, Run
+from mycelia.engine.run import CONFIG, Run, check_free
 from mycelia.engine.train_config import TrainConfig
 from mycelia.engine.training.batches import steps_per_epoch
 from mycelia.engine.training.result import FitResult
@@ -105,8 +105,7 @@ def train(
         MyceliaError: as `prepare`, `Run.create` and `Trainer.fit` do.
     """
     toml = to_toml(config)
-    if out is not None and out.is_dir() and any(out.iterdir()):
-        Run.create(out, COMMAND, toml)  # raises: an occupied folder is known before the data is read
+    check_free(out)  # before the data is read
     prepared = prepare(config)  # before there is a folder, so that a mistake leaves none
     with Run.create(out, COMMAND, toml, listeners=listeners) as run:
         return prepared.fit(run, on_signal)
