@@ -150,8 +150,10 @@ def _scaled(direction: Tensor, low: Tensor, high: Tensor, radius: Tensor, most: 
     """clip(s · direction) for the largest s ≤ most that stays in the l2 ball.
 
     The squared norm is s² Σ d² over the coordinates that are free at s plus Σ bound² over the others, and
-    coordinate k is free until s = bound/d: sorted, these are the pieces in one of which s lies.
+    coordinate k is free until s = bound/d: sorted, these are the pieces in one of which s lies. A radius of
+    which the square is no normal number counts as 0.
     """
+    radius = torch.where(radius.square() < torch.finfo(radius.dtype).tiny, 0.0, radius)
     bound = torch.where(direction > 0, high, low)
     ends = torch.where(direction != 0, bound / direction, torch.inf)
     ends, order = ends.sort(1)
