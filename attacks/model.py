@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mycelia.attacks.input_passes import input_pass
 from mycelia.engine.errors import ConfigError, DataError
 from mycelia.engine.program import Program
 from mycelia.engine.types import Tensors
@@ -96,7 +97,8 @@ class ModuleModel(Model):
 
     def traced(self, x: Tensor) -> Tensor:
         """See `Model.traced`."""
-        return _scores(self.module(x), len(x), self._outputs, binary_logit=self._binary, who=self.name)
+        found = input_pass(self.module, x)
+        return _scores(found, len(x), self._outputs, binary_logit=self._binary, who=self.name)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -154,7 +156,7 @@ class ProgramModel(Model):
 
     def traced(self, x: Tensor) -> Tensor:
         """See `Model.traced`."""
-        found = self._program.predict(self._params, self._buffers, x)
+        found = input_pass(lambda given: self._program.predict(self._params, self._buffers, given), x)
         return _scores(found, len(x), self._outputs, binary_logit=False, who=self.name)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mycelia.engine.errors import ConfigError
 
-__all__ = ["NORMS", "Norm", "Radius", "linear_max", "norm", "project"]
+__all__ = ["NORMS", "Norm", "Radius", "filled", "linear_max", "norm", "project"]
 
 Norm = Literal["l0", "l1", "l2", "linf"]
 NORMS: Final[tuple[Norm, ...]] = get_args(Norm)
@@ -51,7 +51,7 @@ def norm(delta: Tensor, p: Norm) -> Tensor:
 def project(delta: Tensor, p: Norm, eps: Radius, lower: Tensor, upper: Tensor) -> Tensor:
     """The nearest point (in the Euclidean sense) of ball ∩ box.
 
-    linf: each coordinate clamped. l2: clip(δ/(1+λ)). l1: clip(soft(δ, λ)); λ from sorted breakpoints. l0: the
+    linf: each coordinate clamped. l2: clip(δ/(1+λ)). l1: clip(soft(δ, λ)); λ is exact for both. l0: the
     ⌊eps⌋ coordinates whose keeping gains most.
 
     Args:
@@ -146,27 +146,45 @@ def _shrunk(delta: Tensor, p: Norm, radius: Tensor) -> Tensor:
     return delta * factor[:, None]
 
 
+def filled(ends: Tensor, speeds: Tensor, stops: Tensor, wanted: Tensor) -> Tensor:
+    """The smallest u ≥ 0 with Σ min(u · speed, stop) = wanted: a step that some coordinates cannot follow.
+
+    Newton's method from below on a concave, piecewise linear function: coordinates that have stopped at one u
+    have stopped at every larger one, so that it ends, mostly after a few rounds, and without any sorting.
+
+    Args:
+        ends: [n, d], u at which each coordinate stops; infinite where it never does.
+        speeds: [n, d], at least 0.
+        stops: [n, d], speed · end; 0 where that is infinite.
+        wanted: [n], at least 0.
+
+    Returns:
+        [n]; infinite where all have stopped before.
+    """
+    free, done = speeds.sum(1), torch.zeros_like(wanted)
+    u = torch.zeros_like(wanted)
+    stopped = -1
+    while True:
+        u = torch.maximum(u, torch.where(free > 0, (wanted - done).clamp(min=0) / free, torch.inf))
+        over = ends <= u[:, None]
+        now = int(over.sum())
+        if now == stopped:
+            return u
+        stopped = now
+        free, done = torch.where(over, 0.0, speeds).sum(1), torch.where(over, stops, 0.0).sum(1)
+
+
 def _scaled(direction: Tensor, low: Tensor, high: Tensor, radius: Tensor, most: float) -> Tensor:
     """clip(s · direction) for the largest s ≤ most that stays in the l2 ball.
 
     The squared norm is s² Σ d² over the coordinates that are free at s plus Σ bound² over the others, and
-    coordinate k is free until s = bound/d: sorted, these are the pieces in one of which s lies. A radius of
-    which the square is no normal number counts as 0.
+    coordinate k is free until s = bound/d. A radius of which the square is no normal number counts as 0.
     """
     radius = torch.where(radius.square() < torch.finfo(radius.dtype).tiny, 0.0, radius)
     bound = torch.where(direction > 0, high, low)
-    ends = torch.where(direction != 0, bound / direction, torch.inf)
-    ends, order = ends.sort(1)
-    squares = direction.square().gather(1, order)
-    stopped = torch.where(torch.isfinite(ends), bound.gather(1, order).square(), torch.zeros_like(squares))
-    free = squares.flip(1).cumsum(1).flip(1)  # from k on
-    done = stopped.cumsum(1) - stopped  # before k
-    left = (radius[:, None].square() - done).clamp(min=0)
-    scale = torch.where(free > 0, (left / free).sqrt(), torch.inf)
-    # In the piece that ends with coordinate k, s is `scale[k]`: take the first whose s is not beyond its end.
-    fits = scale <= ends
-    first = torch.where(fits.any(1), fits.to(torch.uint8).argmax(1), len(ends[0]) - 1)
-    s = torch.where(fits.any(1), scale.gather(1, first[:, None])[:, 0], torch.inf).clamp(max=most)
+    ends = torch.where(direction != 0, bound / direction, torch.inf).square()
+    stops = torch.where(torch.isfinite(ends), bound.square(), 0.0)
+    s = filled(ends, direction.square(), stops, radius.square()).sqrt().clamp(max=most)
     free_s = torch.where(torch.isfinite(s), s, torch.zeros_like(s))[:, None]
     moved = torch.where(
         torch.isfinite(s)[:, None], free_s * direction, torch.where(direction != 0, bound, 0.0)

@@ -132,7 +132,7 @@ class PGDAT(TrainingDefence):
         eps: radius in units of the inputs, at least 0.
         norm: of the ball.
         steps: of PGD, at least 1.
-        step_size: length of a step; None: 2.5 · eps / steps.
+        step_size: length of a step; None: see `evasion.steps.step_length`.
         bounds: smallest and largest value of an input.
     """
 

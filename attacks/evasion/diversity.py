@@ -17,6 +17,7 @@ from torch import Tensor
 from mycelia.attacks.base import Attack, Search
 from mycelia.attacks.draws import Draws
 from mycelia.attacks.evasion.momentum import climb
+from mycelia.attacks.evasion.steps import step_length
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm
 from mycelia.attacks.windows import Layout, check_layout
@@ -99,7 +100,7 @@ class DI(Attack):
         norm: of the ball.
         layout: of the images, "nchw" or "nhwc"; to be given, as it cannot be known from a shape.
         steps: at least 1.
-        step_size: length of a step; None: 2.5 · eps / steps.
+        step_size: length of a step; None: see `evasion.steps.step_length`.
         p: how likely an image is changed before a gradient, in [0, 1].
         smallest: share of its height that an image has at least, in (0, 1).
         loss: what is raised.
@@ -183,7 +184,7 @@ def _climb(search: Search, attack: DI, decay: float | None) -> None:
         search,
         gradient,
         steps=attack.steps,
-        size=attack.step_size or 2.5 * search.eps / attack.steps,
+        size=step_length(search.eps, attack.steps, attack.step_size),
         loss=attack.loss,
         decay=decay,
     )

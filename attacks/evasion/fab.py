@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack, Search
-from mycelia.attacks.norms import Norm, norm
+from mycelia.attacks.norms import Norm, filled, norm
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["FAB", "FABT", "onto_boundary"]
@@ -152,7 +152,7 @@ class FABT(FAB):
 def onto_boundary(grad: Tensor, p: Norm, gain: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """The smallest change in a box that adds `gain` to a linear function: Σ grad·δ = gain.
 
-    The change is a function of one number per row, found exactly among its sorted breakpoints: linf moves
+    The change is a function of one number per row, found exactly among its breakpoints: linf moves
     every coordinate by t, l2 by s·|grad|, each as far as its room, and l1 fills the rooms of the largest
     gradients first. Where the box does not reach that far: its corner that comes nearest.
 
@@ -185,15 +185,9 @@ def onto_boundary(grad: Tensor, p: Norm, gain: Tensor, lower: Tensor, upper: Ten
     else:
         # δ = min(t · rate, room): below t = room/rate a coordinate adds slope · rate for each unit of t.
         rate = slope if p == "l2" else (slope > 0).to(flat.dtype)
-        ends, order = torch.where(slope > 0, room / rate, torch.inf).sort(1)
-        speeds = (slope * rate).gather(1, order)
-        stopped = torch.where(torch.isfinite(ends), (slope * room).gather(1, order), 0.0)
-        free = speeds.flip(1).cumsum(1).flip(1)  # from k on
-        done = torch.cat([torch.zeros_like(wanted), stopped.cumsum(1)[:, :-1]], 1)  # before k
-        times = torch.where(free > 0, (wanted - done).clamp(min=0) / free, torch.inf)
-        fits = times <= ends  # the first piece of which the end is not passed
-        first = torch.where(fits.any(1), fits.to(torch.uint8).argmax(1), 0)[:, None]
-        t = torch.where(fits.any(1)[:, None], times.gather(1, first), torch.inf)
+        ends = torch.where(slope > 0, room / rate, torch.inf)
+        stops = torch.where(torch.isfinite(ends), slope * room, 0.0)
+        t = filled(ends, slope * rate, stops, wanted[:, 0])[:, None]
         size = torch.minimum(room, torch.where(slope > 0, t * rate, 0.0))
     return (flat.sign() * size).view_as(grad)
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from mycelia.attacks.base import Attack, Search
 from mycelia.attacks.evasion.momentum import climb
+from mycelia.attacks.evasion.steps import step_length
 from mycelia.attacks.norms import Norm
 from mycelia.engine.errors import ConfigError
 
@@ -45,7 +46,7 @@ class Jitter(Attack):
     Attributes:
         norm: of the ball.
         steps: at least 1.
-        step_size: length of a step; None: 2.5 · eps / steps.
+        step_size: length of a step; None: see `evasion.steps.step_length`.
         scale: the largest absolute logit after scaling, above 0 (α).
         noise: its standard deviation, at least 0 (σ).
         restarts: runs from other starts, for rows that still hold.
@@ -94,7 +95,7 @@ class Jitter(Attack):
             search,
             move,
             steps=self.steps,
-            size=self.step_size or 2.5 * search.eps / self.steps,
+            size=step_length(search.eps, self.steps, self.step_size),
             loss=plain,
             restarts=self.restarts,
             random=self.random_start,

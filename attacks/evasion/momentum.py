@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack, Search
-from mycelia.attacks.evasion.steps import direction, random_start
+from mycelia.attacks.evasion.steps import direction, random_start, step_length
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm
 from mycelia.engine.errors import ConfigError
@@ -71,7 +71,7 @@ class MIM(Attack):
     Attributes:
         norm: of the ball.
         steps: at least 1.
-        step_size: length of a step; None: 2.5 · eps / steps.
+        step_size: length of a step; None: see `evasion.steps.step_length`.
         decay: what is left of the momentum from step to step, at least 0 (μ in the paper).
         restarts: runs from other starts, for rows that still hold; more than one needs random_start.
         random_start: begin at a point drawn uniformly from the ball, not at the input.
@@ -113,7 +113,7 @@ class MIM(Attack):
             search,
             lambda points, rows, at, restart, step: search.gradient(points, rows, at, self.loss)[0],
             steps=self.steps,
-            size=self.step_size or 2.5 * search.eps / self.steps,
+            size=step_length(search.eps, self.steps, self.step_size),
             loss=self.loss,
             decay=self.decay,
             restarts=self.restarts,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mycelia.attacks.base import Attack, Search
 from mycelia.attacks.evasion.momentum import _even, climb
+from mycelia.attacks.evasion.steps import step_length
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm
 from mycelia.engine.errors import ConfigError
@@ -58,7 +59,7 @@ class NI(Attack):
     Attributes:
         norm: of the ball.
         steps: at least 1.
-        step_size: length of a step; None: 2.5 · eps / steps.
+        step_size: length of a step; None: see `evasion.steps.step_length`.
         decay: what is left of the momentum from step to step, at least 0 (μ in the paper).
         loss: what is raised.
         eot: passes over which a gradient is averaged, for models that are random.
@@ -84,7 +85,7 @@ class NI(Attack):
 
     def search(self, search: Search) -> None:
         """See `Attack.search`."""
-        size = self.step_size or 2.5 * search.eps / self.steps
+        size = step_length(search.eps, self.steps, self.step_size)
         gathered = Gathered(search, self.decay, size, ahead=True)
 
         def move(points: Tensor, rows: Tensor, at: int, restart: int, step: int) -> Tensor:

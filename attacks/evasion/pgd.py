@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mycelia.attacks.base import Attack, Search
-from mycelia.attacks.evasion.steps import direction, random_start
+from mycelia.attacks.evasion.steps import direction, random_start, step_length
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm
 from mycelia.engine.errors import ConfigError
@@ -21,7 +21,7 @@ class PGD(Attack):
     Attributes:
         norm: of the ball.
         steps: at least 1.
-        step_size: length of a step; None: 2.5 · eps / steps.
+        step_size: length of a step; None: see `evasion.steps.step_length`.
         restarts: runs from other starts, for rows that still hold.
         random_start: begin at a point drawn uniformly from the ball, not at the input.
         loss: what is raised.
@@ -49,7 +49,7 @@ class PGD(Attack):
 
     def search(self, search: Search) -> None:
         """See `Attack.search`."""
-        size = self.step_size or 2.5 * search.eps / self.steps
+        size = step_length(search.eps, self.steps, self.step_size)
         for restart in range(self.restarts):
             rows = search.active
             if not len(rows):

@@ -8,7 +8,7 @@ from torch import Tensor
 from mycelia.attacks.base import Search
 from mycelia.attacks.norms import Norm, norm
 
-__all__ = ["direction", "random_start"]
+__all__ = ["direction", "random_start", "step_length"]
 
 
 def direction(grad: Tensor, p: Norm, share: float = 0.05) -> Tensor:
@@ -42,3 +42,12 @@ def random_start(search: Search, rows: Tensor, restart: int = 0) -> Tensor:
     x = search.x[rows]
     unit = search.draws.of(rows).in_ball("start", search.norm, x, restart=restart)
     return search.inside(x + search.eps * unit, rows)
+
+
+def step_length(eps: float, steps: int, given: float | None = None) -> float:
+    """The length that is given; else 2.5 · eps / steps (Madry et al., ICLR 2018), and at least eps / 4.
+
+    Longer steps overshoot in the end, but the best point counts and not the last: with many steps they find
+    more.
+    """
+    return given or max(2.5 / steps, 0.25) * eps

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mycelia.attacks.base import Attack, Search
 from mycelia.attacks.evasion.momentum import climb
+from mycelia.attacks.evasion.steps import step_length
 from mycelia.attacks.filters import convolved
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm
@@ -31,7 +32,7 @@ class TI(Attack):
         norm: of the ball.
         layout: of the images, "nchw" or "nhwc"; to be given, as it cannot be known from a shape.
         steps: at least 1.
-        step_size: length of a step; None: 2.5 · eps / steps.
+        step_size: length of a step; None: see `evasion.steps.step_length`.
         size: pixels of the kernel along one axis, odd; with 1 it is BIM or MIM.
         spread: standard deviations of the Gaussian from the centre of the kernel to its end, above 0.
         decay: what is left of the momentum from step to step; 0: plain steps.
@@ -90,7 +91,7 @@ class TI(Attack):
             search,
             move,
             steps=self.steps,
-            size=self.step_size or 2.5 * search.eps / self.steps,
+            size=step_length(search.eps, self.steps, self.step_size),
             loss=self.loss,
             decay=self.decay or None,
         )

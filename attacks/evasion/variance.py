@@ -15,6 +15,7 @@ from torch import Tensor
 from mycelia.attacks.base import Attack, Search
 from mycelia.attacks.evasion.momentum import climb
 from mycelia.attacks.evasion.nesterov import Gathered
+from mycelia.attacks.evasion.steps import step_length
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm
 from mycelia.engine.errors import ConfigError
@@ -31,7 +32,7 @@ class VMI(Attack):
     Attributes:
         norm: of the ball.
         steps: at least 1.
-        step_size: length of a step; None: 2.5 · eps / steps.
+        step_size: length of a step; None: see `evasion.steps.step_length`.
         decay: what is left of the momentum from step to step, at least 0 (μ in the paper).
         neighbours: gradients that go into a variance, at least 1 (N); the last step needs none.
         radius: of the ball of neighbours, as a multiple of eps, at least 0 (β).
@@ -63,7 +64,7 @@ class VMI(Attack):
 
     def search(self, search: Search) -> None:
         """See `Attack.search`."""
-        size = self.step_size or 2.5 * search.eps / self.steps
+        size = step_length(search.eps, self.steps, self.step_size)
         gathered = Gathered(search, self.decay, size, ahead=self.ahead)
         variance = torch.zeros_like(search.x)
 
