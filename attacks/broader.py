@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
-from mycelia.attacks.base import Bounds, _bounds
+from mycelia.attacks.arguments import Bounds, bounds_of
 from mycelia.attacks.evasion.spatial import Spatial
 from mycelia.attacks.goals import Untargeted
 from mycelia.attacks.intervals import wilson
@@ -132,7 +132,7 @@ def broader(
     if not len(x):
         return unmeasured("no finite row within bounds")
     call: dict[str, Any] = {"rng": rng, "bounds": bounds, "batch": batch}
-    low, high = _bounds(bounds, x)
+    low, high = bounds_of(bounds, x)
     width = float((high - low).max())
     sigmas = [share * (width if width < math.inf else 1.0) for share in _SIGMAS]
     reasons: dict[str, str] = {}

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, _bounds, _inputs
+from mycelia.attacks.arguments import bounds_of, inputs_of
+from mycelia.attacks.base import Attack
 from mycelia.attacks.broader import Broader, broader, unmeasured
 from mycelia.attacks.cells import Cells
 from mycelia.attacks.defences.adaptive import adapted, defences_of
@@ -243,11 +244,11 @@ class _Case:
 
 
 def _case(model: Model, x: Any, y: Any, threat: Threat, batch: int) -> _Case:
-    inputs = _inputs(x)
+    inputs = inputs_of(x)
     labels = Untargeted(torch.as_tensor(y)).y.to(inputs.device)
     if len(labels) != len(inputs):
         raise DataError(f"{len(inputs)} inputs, {len(labels)} labels", rule="one for each", who="evaluate")
-    low, high = _bounds(threat.bounds, inputs)
+    low, high = bounds_of(threat.bounds, inputs)
     finite = (
         torch.isfinite(inputs.flatten(1)).all(1) if len(inputs) else inputs.new_zeros(0, dtype=torch.bool)
     )

@@ -17,7 +17,7 @@ from typing import Final, Literal, cast
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Keep
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.fgm import FGM
 from mycelia.attacks.evasion.noise import RandomNoise
 from mycelia.attacks.evasion.transfer import Transfer
@@ -34,6 +34,7 @@ from mycelia.attacks.probes import (
     repeated_passes,
 )
 from mycelia.attacks.result import AttackResult, Status
+from mycelia.attacks.search import Keep
 from mycelia.attacks.suite import AutoAttack, SuiteResult
 from mycelia.attacks.threat import Threat
 from mycelia.engine.errors import ConfigError

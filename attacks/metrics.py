@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Bounds
+from mycelia.attacks.arguments import Bounds
 from mycelia.attacks.divergence import jensen_shannon
 from mycelia.attacks.filters import blurred, jpeg
 from mycelia.attacks.goals import Goal, Untargeted

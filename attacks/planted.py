@@ -17,7 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from mycelia.attacks.base import Attack, Bounds
+from mycelia.attacks.arguments import Bounds
+from mycelia.attacks.base import Attack
 from mycelia.attacks.draws import Draws, row_keys
 from mycelia.attacks.goals import Untargeted
 from mycelia.attacks.model import CallableModel, Model, ModuleModel, as_model

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Bounds, Keep, Search, _bounds, _clipped, _inputs
+from mycelia.attacks.arguments import Bounds, bounds_of, clipped, inputs_of
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.apgd import APGD, APGDT
 from mycelia.attacks.evasion.fab import FAB, FABT
 from mycelia.attacks.evasion.square import Square
@@ -23,6 +24,7 @@ from mycelia.attacks.goals import Goal
 from mycelia.attacks.model import Model, as_model
 from mycelia.attacks.norms import Norm
 from mycelia.attacks.result import AttackResult, Status
+from mycelia.attacks.search import Keep, Search
 from mycelia.attacks.windows import Layout
 from mycelia.engine.errors import ConfigError
 from mycelia.engine.rng import derive
@@ -234,12 +236,12 @@ def worst_case(
     """
     began = time.perf_counter()
     target = as_model(model, numpy=isinstance(x, np.ndarray))
-    inputs = _inputs(x)
+    inputs = inputs_of(x)
     radius = suite._radius(eps)
-    low, high = _bounds(bounds, inputs)
+    low, high = bounds_of(bounds, inputs)
     suite._check_call(target, inputs, goal, batch, "closest", queries, quantise, votes)
     passes = votes or max(getattr(attack, "eot", 1) for _, attack in members)
-    inputs, sound = _clipped(inputs, low, high)
+    inputs, sound = clipped(inputs, low, high)
     goal = goal.of(torch.arange(len(inputs), device=inputs.device))
     state = _Worst(inputs, goal, radius, (low, high), batch, rng)
     names = None if ids is None else torch.as_tensor(ids, device=inputs.device)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Bounds
+from mycelia.attacks.arguments import Bounds
 from mycelia.attacks.goals import Goal, Targeted, Untargeted
 from mycelia.attacks.norms import NORMS, Norm
 from mycelia.engine.errors import ConfigError

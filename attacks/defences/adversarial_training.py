@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Bounds
+from mycelia.attacks.arguments import Bounds
+from mycelia.attacks.base import Attack
 from mycelia.attacks.defences.training import Batch, Raised, TrainingDefence
 from mycelia.attacks.evasion.fgm import FGSM
 from mycelia.attacks.evasion.pgd import PGD

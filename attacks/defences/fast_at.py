@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Bounds
+from mycelia.attacks.arguments import Bounds
+from mycelia.attacks.base import Attack
 from mycelia.attacks.defences.adversarial_training import check_radius
 from mycelia.attacks.defences.training import Batch, Rows, TrainingDefence, in_bounds
 from mycelia.attacks.draws import Draws, row_keys

@@ -16,7 +16,7 @@ import torch
 from scipy import special
 from torch import Tensor
 
-from mycelia.attacks.base import _inputs
+from mycelia.attacks.arguments import inputs_of
 from mycelia.attacks.defences.certificates import (
     Ints,
     Look,
@@ -83,7 +83,7 @@ class Smoothed:
         Returns:
             int64 [rows]; `ABSTAIN` where p > alpha.
         """
-        inputs = _inputs(x)
+        inputs = inputs_of(x)
         max_radius(n, self.sigma, alpha)  # refuses what is out of range
         counts = self._counts(inputs, self._draws(inputs, rng), "predict", n)
         top, classes = counts.topk(2, 1)
@@ -122,7 +122,7 @@ class Smoothed:
             ConfigError: a radius that n draws can never certify, with the n that would do; `adaptive` without
                 a radius; a number out of range.
         """
-        inputs = _inputs(x)
+        inputs = inputs_of(x)
         asked = () if radius is None else (radius,) if isinstance(radius, float | int) else tuple(radius)
         self._check(n0, n, alpha, asked, adaptive=adaptive)
         schedule = looks(n, alpha, adaptive=adaptive)

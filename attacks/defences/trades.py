@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Bounds
+from mycelia.attacks.arguments import Bounds
 from mycelia.attacks.defences.adversarial_training import check_radius
 from mycelia.attacks.defences.training import Batch, TrainingDefence
 from mycelia.attacks.evasion.pgd import PGD

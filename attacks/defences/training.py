@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Bounds, _bounds, _clipped, _inputs
+from mycelia.attacks.arguments import Bounds, bounds_of, clipped, inputs_of
 from mycelia.attacks.goals import Untargeted
 from mycelia.attacks.model import Model, as_model
 from mycelia.engine.data import Examples
@@ -171,9 +171,9 @@ def in_bounds(inputs: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         DataError: inputs that are not floating point, or beyond their bounds.
     """
-    x = _inputs(inputs)
-    low, high = _bounds(bounds, x)
-    return _clipped(x, low, high)[0], low, high
+    x = inputs_of(inputs)
+    low, high = bounds_of(bounds, x)
+    return clipped(x, low, high)[0], low, high
 
 
 class _AdversarialUpdates:

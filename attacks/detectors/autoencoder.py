@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Bounds
+from mycelia.attacks.arguments import Bounds
 from mycelia.attacks.detectors.base import Detector, Function, applied, as_rows, logits
 from mycelia.attacks.divergence import jensen_shannon
 from mycelia.attacks.model import as_model

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Bounds
+from mycelia.attacks.arguments import Bounds
 from mycelia.attacks.detectors.base import Detector, as_rows
 from mycelia.attacks.draws import Draws, row_keys
 from mycelia.attacks.goals import predicted

@@ -14,10 +14,11 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.steps import direction, random_start
 from mycelia.attacks.losses import Loss, dlr_targeted
 from mycelia.attacks.norms import Norm, project
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["APGD", "APGDT", "checkpoints"]
@@ -135,7 +136,7 @@ class APGDT(Attack):
         others = search.clean.scatter(1, y[:, None], -torch.inf).topk(count, 1).indices
         for place in range(count):
             for _ in range(self.restarts):
-                yield _towards(others[:, place], search.classes)
+                yield towards(others[:, place], search.classes)
 
 
 def _check(attack: Attack, *, rho: float, **counts: int) -> None:
@@ -147,7 +148,7 @@ def _check(attack: Attack, *, rho: float, **counts: int) -> None:
         )
 
 
-def _towards(targets: Tensor, classes: int) -> LossOf:
+def towards(targets: Tensor, classes: int) -> LossOf:
     def loss_of(rows: Tensor) -> Loss:
         t = targets[rows]
         if classes >= 4:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Search
 from mycelia.attacks.goals import Goal
 from mycelia.attacks.losses import Loss
+from mycelia.attacks.search import Search
 
 __all__ = ["Confident", "Constants"]
 

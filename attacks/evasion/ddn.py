@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.steps import direction
 from mycelia.attacks.norms import Norm, norm
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["DDN"]

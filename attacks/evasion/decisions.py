@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Search
 from mycelia.attacks.goals import Goal
 from mycelia.attacks.norms import Norm
 from mycelia.attacks.norms import norm as length
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import DataError
 
 __all__ = ["ask", "bisections", "in_box", "nearest_start", "portions", "start_points", "to_boundary", "wide"]

@@ -8,9 +8,10 @@ from typing import ClassVar, Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.constants import Confident, Constants
 from mycelia.attacks.norms import Norm, norm
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["EAD"]

@@ -13,8 +13,9 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.norms import Norm, filled, norm
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["FAB", "FABT", "onto_boundary"]

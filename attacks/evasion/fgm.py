@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.steps import random_start
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm, linear_max
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["FGM", "FGSM", "RFGM", "RFGSM"]

@@ -9,9 +9,10 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.steps import direction
 from mycelia.attacks.norms import Norm, norm, project
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["FMN"]

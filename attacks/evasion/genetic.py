@@ -11,8 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.losses import Loss
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["Genetic"]

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.decisions import (
     ask,
     bisections,
@@ -23,6 +23,7 @@ from mycelia.attacks.evasion.decisions import (
     wide,
 )
 from mycelia.attacks.norms import Norm, norm
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["HopSkipJump"]

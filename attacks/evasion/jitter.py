@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.momentum import climb
 from mycelia.attacks.evasion.steps import step_length
 from mycelia.attacks.norms import Norm
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["Jitter", "scaled_square"]

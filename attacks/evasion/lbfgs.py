@@ -10,10 +10,11 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.constants import Constants
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["LBFGS"]

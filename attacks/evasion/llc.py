@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.steps import random_start
 from mycelia.attacks.goals import Targeted
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.model import as_model
 from mycelia.attacks.norms import Norm, linear_max
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["LLC", "RLLC", "least_likely"]

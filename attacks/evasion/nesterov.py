@@ -11,11 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.momentum import _even, climb
 from mycelia.attacks.evasion.steps import step_length
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["NI", "SINI", "Gathered"]

@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.decisions import ask, start_points, wide
 from mycelia.attacks.norms import Norm
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["Pointwise", "SaltAndPepper"]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.norms import NORMS, Norm, norm
+from mycelia.attacks.search import Search
 from mycelia.attacks.windows import Layout, as_nchw, check_layout, from_nchw
 from mycelia.engine.errors import ConfigError
 

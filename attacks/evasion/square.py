@@ -13,8 +13,9 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.norms import Norm, norm
+from mycelia.attacks.search import Search
 from mycelia.attacks.windows import Layout, check_layout
 from mycelia.engine.errors import ConfigError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Search
 from mycelia.attacks.norms import Norm, norm
+from mycelia.attacks.search import Search
 
 __all__ = ["direction", "random_start", "step_length"]
 

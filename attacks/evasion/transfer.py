@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Final, cast
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.draws import Draws
 from mycelia.attacks.evasion.momentum import MIM
 from mycelia.attacks.model import Model, as_model
 from mycelia.attacks.norms import NORMS, Norm
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 from mycelia.engine.rng import derive
 

@@ -12,12 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.momentum import climb
 from mycelia.attacks.evasion.steps import step_length
 from mycelia.attacks.filters import convolved
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm
+from mycelia.attacks.search import Search
 from mycelia.attacks.windows import Layout, check_layout
 from mycelia.engine.errors import ConfigError
 

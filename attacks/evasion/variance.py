@@ -12,12 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.momentum import climb
 from mycelia.attacks.evasion.nesterov import Gathered
 from mycelia.attacks.evasion.steps import step_length
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.norms import Norm
+from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["VMI", "VNI"]

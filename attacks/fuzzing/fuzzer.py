@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from mycelia.attacks.base import Bounds, _bounds, _clipped, _inputs
+from mycelia.attacks.arguments import Bounds, bounds_of, clipped, inputs_of
 from mycelia.attacks.fuzzing.activations import activations, tapped
 from mycelia.attacks.fuzzing.coverage import Coverage
 from mycelia.attacks.fuzzing.guides import ByCoverage, BySensitivity, Guide
@@ -102,16 +102,16 @@ class _Fuzz(ABC):
                 fix="Fuzzer(module, …)",
                 who=who,
             )
-        x = _inputs(seeds)
+        x = inputs_of(seeds)
         labels = torch.as_tensor(y).to(x.device)
         if not len(x) or labels.shape != (len(x),) or labels.is_floating_point():
             raise DataError(
                 f"{len(x)} seeds, labels {list(labels.shape)}", rule="one integer per seed", who=who
             )
-        low, high = _bounds(bounds, x)
+        low, high = bounds_of(bounds, x)
         if len(low) != 1 or len(high) != 1:
             raise ConfigError("bounds of every seed", rule="the same bounds for all seeds", who=who)
-        x, sound = _clipped(x, low, high)
+        x, sound = clipped(x, low, high)
         if not bool(sound.all()):
             raise DataError(f"seed {int((~sound).nonzero()[0])} is not finite", rule="finite seeds", who=who)
         box: Bounds = low, high

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mycelia.attacks.base import Attack, Bounds
+from mycelia.attacks.arguments import Bounds
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.diversity import MDI
 from mycelia.attacks.evasion.fgm import FGSM
 from mycelia.attacks.evasion.pgd import PGD

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Bounds, _inputs
+from mycelia.attacks.arguments import Bounds, inputs_of
 from mycelia.attacks.goals import predicted
 from mycelia.attacks.intervals import wilson
 from mycelia.attacks.model import Model, as_model
@@ -134,7 +134,7 @@ def corruption_report(
     """
     if not corruptions or not severities:
         raise ConfigError("no corruption or severity", rule="at least one each", who="corruption_report")
-    target, images = as_model(model), _inputs(x)
+    target, images = as_model(model), inputs_of(x)
     kinds = {name: [Corruption(name, level) for level in sorted(set(severities))] for name in corruptions}
     with target.quiet():
         clean = _score(target, _parts(images, y, batch))
@@ -177,7 +177,7 @@ def folder_report(
         )
     target = as_model(model)
     with target.quiet():
-        before = None if clean is None else _score(target, _parts(_inputs(clean[0]), clean[1], batch))
+        before = None if clean is None else _score(target, _parts(inputs_of(clean[0]), clean[1], batch))
         scores = {
             name: {
                 level: _score(target, _parts(*read_corrupted(folder, name, level, layout, limit), batch))
@@ -214,7 +214,7 @@ def gaussian_ladder(
     Returns:
         by standard deviation, rising.
     """
-    target, images = as_model(model), _inputs(x)
+    target, images = as_model(model), inputs_of(x)
     with target.quiet():
         return {
             sigma: _score(target, _changed(GaussianNoise(sigma), images, y, rng, bounds, layout, batch))

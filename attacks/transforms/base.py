@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Self
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Bounds, _bounds, _clipped, _inputs
+from mycelia.attacks.arguments import Bounds, bounds_of, clipped, inputs_of
 from mycelia.attacks.draws import Draws, row_keys
 from mycelia.attacks.windows import Layout, as_nchw, from_nchw
 from mycelia.engine.errors import ConfigError
@@ -77,11 +77,11 @@ class Change(ABC):
             ConfigError: no layout, or bounds that make no sense.
             DataError: x has not four axes, is not floating point, or lies outside the bounds.
         """
-        inputs = _inputs(x)
+        inputs = inputs_of(x)
         who = type(self).__name__
         as_nchw(inputs, layout, who)  # refuses what is no image
-        low, high = _bounds(bounds, inputs)
-        inputs, _ = _clipped(inputs, low, high)
+        low, high = bounds_of(bounds, inputs)
+        inputs, _ = clipped(inputs, low, high)
         if self.neutral or not inputs.numel():
             return inputs.clone()
         images = as_nchw(inputs, layout, who).contiguous()

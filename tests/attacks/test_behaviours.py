@@ -37,11 +37,11 @@ from mycelia.attacks import (
     Untargeted,
     least_likely,
 )
-from mycelia.attacks.base import Keep, Search
 from mycelia.attacks.config import AttackConfig, EvaluateConfig, TargetConfig
 from mycelia.attacks.from_config import attack, evaluated
 from mycelia.attacks.goals import random_target
 from mycelia.attacks.norms import NORMS, Norm
+from mycelia.attacks.search import Keep, Search
 from mycelia.engine.errors import DataError
 from mycelia.engine.models import build
 from tests.attacks.worlds import Affine, affine, images, small

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mycelia.attacks import BIM, FGSM, PGD, AutoAttack, Status
-from mycelia.attacks.base import Attack, Search
+from mycelia.attacks.base import Attack
 from mycelia.attacks.evaluate import SUITES, Adaptive, evaluate
 from mycelia.attacks.evasion.fmn import FMN
 from mycelia.attacks.evasion.noise import RandomNoise
 from mycelia.attacks.evasion.square import Square
 from mycelia.attacks.flags import FLAGS
 from mycelia.attacks.robustness_report import Report
+from mycelia.attacks.search import Search
 from mycelia.attacks.threat import Threat
 from mycelia.engine.errors import ConfigError, DataError
 

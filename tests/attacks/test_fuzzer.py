@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mycelia.attacks import DI, FGSM, FMN, MDI, MIM, PGD
-from mycelia.attacks.base import Bounds
+from mycelia.attacks.arguments import Bounds
 from mycelia.attacks.fuzzing import (
     CAVEAT,
     Adversarial,

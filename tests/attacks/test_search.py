@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from mycelia.attacks import PGD, AutoAttack, Status, Untargeted
-from mycelia.attacks.base import Attack, Search, _towards
+from mycelia.attacks.base import Attack
 from mycelia.attacks.planted import affine
+from mycelia.attacks.search import Search, towards
 from mycelia.engine.errors import ConfigError
 
 
@@ -109,7 +110,7 @@ def test_halves_are_rounded_towards_the_input() -> None:
         np.concatenate([draw.normal(size=500), np.zeros(50), [6e-8, -6e-8]]).astype(np.float16)
     )
     wanted = x.double() + torch.from_numpy(draw.normal(scale=0.02, size=len(x)))
-    found = _towards(x, wanted)
+    found = towards(x, wanted)
     assert found.dtype == torch.float16
     nearest = wanted.to(torch.float16).numpy()
     neighbour = np.nextafter(nearest, x.numpy())
@@ -118,5 +119,5 @@ def test_halves_are_rounded_towards_the_input() -> None:
     assert np.array_equal(found.numpy(), np.where(beyond, neighbour, nearest))
     assert bool(((found.double() - x.double()).abs() <= (wanted - x.double()).abs()).all())
     brains = x.bfloat16()
-    moved = _towards(brains, brains.double() + 0.01)
+    moved = towards(brains, brains.double() + 0.01)
     assert bool(((moved.double() - brains.double()).abs() <= 0.01).all())
