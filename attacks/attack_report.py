@@ -61,6 +61,7 @@ def attack_facts(
         **known("worst_norm", _worst(result), "no row was changed"),
         "outside_ball": _outside(result),
         "verification_mismatches": result.unreproduced,
+        "votes": result.votes,
         **known("survive_8bit", result.survive_8bit, "not asked for: --quantise 8"),
         "forward": int(result.queries.sum()),
         "backward": int(result.gradients.sum()),

@@ -61,6 +61,10 @@ class EvaluateConfig(TargetConfig):
     """A suite of attacks, with flags."""
 
     suite: Annotated[str, Field(min_length=1)] = "standard"
+    steps: Count = 0
+    """Of the gradient attacks of a suite that is given by name; 0: their own numbers."""
+    defence: tuple[str, ...] = ()
+    """Around the model, like "jpeg:quality=50": stages in their order, then a transform of outputs."""
     adaptive: str = ""
     """package.module:function that gives an attack made for this model, or an `Adaptive`."""
     require: tuple[str, ...] = ()

@@ -106,6 +106,7 @@ def evaluate(
     detectors: Sequence[DetectorReport] = (),
     certified: Sequence[CertifiedShare] = (),
     cells: Cells | None = None,
+    steps: int | None = None,
 ) -> Report:
     """Attack a model in several ways, count the worst case of every row, and look for signs of weak attacks.
 
@@ -133,19 +134,22 @@ def evaluate(
         detectors: what was found of detectors, to be part of the report; see `detector_report`.
         certified: certified accuracies, the same; see `Certificates.accuracy`.
         cells: where results of attacks are kept as they come, and those of an earlier call are found.
+        steps: of the gradient attacks of a suite that is given by name; None: their own numbers.
 
     Returns:
         a report. Inputs outside their bounds are attacked by nothing, and flagged.
 
     Raises:
-        ConfigError: an unknown suite or layout, an attack of another norm than the threat's, or source models
-            for a suite without transfer.
+        ConfigError: an unknown suite or layout, an attack of another norm than the threat's, source models
+            for a suite without transfer, steps for given attacks, or a threat whose attacker does not know of
+            the defence that the model is seen to have.
         DataError: inputs that are not floating point, or not as many as labels.
     """
     began = time.perf_counter()
     note = _adaptive(adaptive)
     given = as_model(model, numpy=isinstance(x, np.ndarray))
-    plan, said = _adapted(_plan(suite, threat, sources, layout), given)
+    _check_known(threat, given)
+    plan, said = _adapted(_plan(suite, threat, sources, layout, steps), given)
     surrogate = _surrogates(given)
     target, hidden = (given.labels, given.obfuscation) if isinstance(given, Obfuscated) else (given, "")
     case = _case(target, x, y, threat, batch)
@@ -302,7 +306,19 @@ def _check_labels(labels: Tensor, outputs: Tensor) -> None:
 # --- with what --------------------------------------------------------------------------------------
 
 
-def _plan(suite: str | Sequence[Attack], threat: Threat, sources: Any, layout: Layout | None) -> list[Ran]:
+def _check_known(threat: Threat, model: Model) -> None:
+    if not threat.defence_known and (isinstance(model, Obfuscated) or defences_of(model)):
+        raise ConfigError(
+            "defence_known is False, and attacks go through the defence",
+            rule="an attacker who does not know of it attacks the model without it",
+            fix="defence_known=True; or Transfer([model without it]) against the whole as a function",
+            who="threat",
+        )
+
+
+def _plan(
+    suite: str | Sequence[Attack], threat: Threat, sources: Any, layout: Layout | None, steps: int | None
+) -> list[Ran]:
     """Attacks that are to run; one that cannot be made has a reason already."""
     if layout not in (None, *get_args(Layout)):
         raise ConfigError(f"layout {layout!r}", rule='"nchw", "nhwc" or None', who="evaluate")
@@ -311,6 +327,12 @@ def _plan(suite: str | Sequence[Attack], threat: Threat, sources: Any, layout: L
             f"source models for {f'suite {suite!r}' if isinstance(suite, str) else 'given attacks'}",
             rule="they are for the transfer attack of a suite",
             fix='suite="full", or Transfer(sources) among the attacks',
+            who="evaluate",
+        )
+    if steps is not None and (steps < 1 or not isinstance(suite, str)):
+        raise ConfigError(
+            f"steps {steps}",
+            rule="at least 1, for a suite by name: given attacks have their own",
             who="evaluate",
         )
     if not isinstance(suite, str):
@@ -331,7 +353,9 @@ def _plan(suite: str | Sequence[Attack], threat: Threat, sources: Any, layout: L
         raise ConfigError(
             f"suite {suite!r}", rule=f"one of {', '.join(SUITES)}, or a tuple of attacks", who="evaluate"
         )
-    given = {"source_models": () if sources is None else sources, **({"layout": layout} if layout else {})}
+    given = {
+        "source_models": () if sources is None else sources, "layout": layout, "steps": steps,
+    }  # fmt: skip
     return _distinct([_made(name, settings, threat, given) for name, settings in SUITES[suite]])
 
 
@@ -340,9 +364,11 @@ def _made(name: str, settings: Mapping[str, Any], threat: Threat, given: Mapping
         name = "FGSM"
     kind = getattr(importlib.import_module("mycelia.attacks"), name)
     known = {field.name for field in dataclasses.fields(kind)}
-    more = {key: value for key, value in given.items() if key in known}
+    more = {key: value for key, value in given.items() if key in known and value is not None}
+    if kind.needs != "gradient":
+        more.pop("steps", None)
     try:
-        return Ran(name, kind(norm=threat.norm, **settings, **more), None)
+        return Ran(name, kind(norm=threat.norm, **{**settings, **more}), None)
     except ConfigError as error:  # another norm, no source models
         return Ran(name, None, None, f"{error.found}: {error.rule}")
 

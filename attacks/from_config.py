@@ -19,6 +19,7 @@ from mycelia.attacks.attack_report import attack_facts
 from mycelia.attacks.base import Attack
 from mycelia.attacks.cells import Cells
 from mycelia.attacks.config import AttackConfig, EvaluateConfig, TargetConfig
+from mycelia.attacks.defences.around import around_model, model_defences
 from mycelia.attacks.evaluate import SUITES, Adaptive, evaluate
 from mycelia.attacks.model import Model, as_model
 from mycelia.attacks.onnx_model import onnx_model
@@ -289,8 +290,19 @@ def _prepared(config: EvaluateConfig) -> _Prepared:
         chosen(SUITES, config.suite, kind="suite", who="--suite", also="FILE.toml")
     for text in config.require:
         _parsed(text)
+    if config.steps and config.suite.endswith(".toml"):
+        raise ConfigError(
+            f"steps {config.steps} for {config.suite}", rule="a suite file has its own", who="--steps"
+        )
     adaptive = _adaptive(config.adaptive)
-    return _Prepared(subject(config), threat_of(config, config.eps[0]), suite, adaptive)
+    around = model_defences(config.defence, config.bounds)
+    found = subject(config)
+    return _Prepared(
+        replace(found, model=around_model(found.model, around)),
+        threat_of(config, config.eps[0]),
+        suite,
+        adaptive,
+    )
 
 
 def _evaluated(run: Run, config: EvaluateConfig, prepared: _Prepared, save: Path | None) -> Evaluated:
@@ -298,10 +310,11 @@ def _evaluated(run: Run, config: EvaluateConfig, prepared: _Prepared, save: Path
     cells = Cells(run.path / "cells", str(found.said["sha256"]))
     report = evaluate(
         found.model, found.x, found.y, prepared.threat, prepared.suite, config.seed, prepared.adaptive,
-        batch=config.batch, cells=cells,
+        batch=config.batch, cells=cells, steps=config.steps or None,
     )  # fmt: skip
     facts = replace(report, run_dir=str(run.path)).to_json()
     facts |= {"model": dict(found.said), "data": dict(found.data), "suite": config.suite}
+    facts["defence"] = list(config.defence)
     facts["requirements"] = [{"text": text, "met": met(text, facts)} for text in config.require]
     _write(run.path / "evaluation.txt", report.text())
     _write(run.path / EVALUATION, plain_json.dumps(facts, indent=1))

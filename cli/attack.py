@@ -19,6 +19,7 @@ from mycelia.cli.attack_options import (
     SaveOption,
     Split,
     SplitOption,
+    StepsOption,
     WeightsOption,
     target_settings,
 )
@@ -38,7 +39,7 @@ def command(
     split: SplitOption = Split.test,
     limit: LimitOption = 1000,
     goal: GoalOption = "untargeted",
-    steps: Annotated[int, typer.Option("--steps", help="Of the attack; 0: its own number.")] = 0,
+    steps: StepsOption = 0,
     queries: QueriesOption = 0,
     batch: BatchOption = 256,
     bounds: BoundsOption = "0,1",

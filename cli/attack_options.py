@@ -22,6 +22,7 @@ __all__ = [
     "SaveOption",
     "Split",
     "SplitOption",
+    "StepsOption",
     "WeightsOption",
     "target_settings",
 ]
@@ -74,6 +75,9 @@ EpsOption = Annotated[
 ]
 GoalOption = Annotated[
     str, typer.Option("--goal", metavar="untargeted|least-likely|target:K", help="What an attack is for.")
+]
+StepsOption = Annotated[
+    int, typer.Option("--steps", help="Of the attack, or a suite's gradient attacks; 0: their own number.")
 ]
 QueriesOption = Annotated[
     int,

@@ -20,6 +20,7 @@ from mycelia.cli.attack_options import (
     SaveOption,
     Split,
     SplitOption,
+    StepsOption,
     WeightsOption,
     target_settings,
 )
@@ -42,6 +43,15 @@ def command(
         str,
         typer.Option("--suite", help="quick, standard, full, blackbox, minimum, rand; or a FILE.toml."),
     ] = "standard",
+    defence: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--defence",
+            metavar="NAME[:KEY=VALUE,…]",
+            help="Around the model, such as jpeg:quality=50 or rounded; repeatable.",
+        ),
+    ] = None,
+    steps: StepsOption = 0,
     adaptive: Annotated[
         str,
         typer.Option(
@@ -80,8 +90,8 @@ def command(
     torch.set_num_threads(1)
     if resume is not None:
         refuse_with_resume(
-            model=model, norm=norm, eps=eps, weights=weights, data=data, adaptive=adaptive, require=require,
-            seed=seed, out=out,
+            model=model, norm=norm, eps=eps, weights=weights, data=data, defence=defence, steps=steps,
+            adaptive=adaptive, require=require, seed=seed, out=out,
         )  # fmt: skip
         found = resumed(resume, save=save)
     else:
@@ -98,7 +108,10 @@ def command(
         table = target_settings(
             model, weights, data, split, limit, norm, eps, goal, queries, batch, bounds, seed
         )  # fmt: skip
-        more = {"suite": suite, "adaptive": adaptive, "require": require or []}
+        more = {
+            "suite": suite, "steps": steps, "defence": defence or [], "adaptive": adaptive,
+            "require": require or [],
+        }  # fmt: skip
         found = evaluated(load_config(EvaluateConfig, table | more), out=out, save=save)
     if format is Format.json:
         print_json(found.facts)

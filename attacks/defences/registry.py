@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -19,7 +18,9 @@ from mycelia.attacks.defences.training import TrainingDefence
 from mycelia.engine.errors import ConfigError
 from mycelia.engine.plugins import check_options, chosen
 
-__all__ = ["TRAINING", "build"]
+__all__ = ["TRAINING", "build", "made"]
+
+T = TypeVar("T")
 
 
 def _nad(replace_ratio: float = 0.5, bounds: tuple[float, float] = (0.0, 1.0)) -> AdversarialTraining:
@@ -52,9 +53,23 @@ def build(name: str, **options: Any) -> TrainingDefence:
         ConfigError: an unknown name or option, with the valid ones, or a setting of another type or out of
             range.
     """
-    make = chosen(TRAINING, name, kind="defence", who="defence.name")
+    return made(TRAINING, name, options)
+
+
+def made(makers: Mapping[str, Callable[..., T]], name: str, options: Mapping[str, Any]) -> T:
+    """One of several defences from its name and settings.
+
+    Args:
+        makers: by name.
+        name: one of them.
+        options: see `build`.
+
+    Raises:
+        ConfigError: see `build`.
+    """
+    make = chosen(makers, name, kind="defence", who="defence.name")
     check_options(make, options, who=f"defence {name!r}")
-    hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    hints = get_type_hints(make)  # of a dataclass: its fields, each as its own module has it
     return make(**{key: _read(value, hints[key], f"defence.{key}") for key, value in options.items()})
 
 

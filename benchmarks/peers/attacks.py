@@ -44,6 +44,11 @@ def torchattacks_of(case: str, model: nn.Module, eps: float, batch: int, *, ship
     return run
 
 
+class _Single(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
 def foolbox_of(case: str, model: nn.Module, eps: float) -> Run | None:
     import foolbox
 
@@ -62,7 +67,8 @@ def art_of(case: str, model: nn.Module, eps: float, batch: int) -> Run | None:
     from art.attacks.evasion import CarliniL2Method, HopSkipJump, ProjectedGradientDescentPyTorch
     from art.estimators.classification import PyTorchClassifier
 
-    target = PyTorchClassifier(model, nn.CrossEntropyLoss(), (1, 28, 28), 10, clip_values=(0.0, 1.0))
+    single = nn.Sequential(_Single(), model)  # its HopSkipJump asks in double precision
+    target = PyTorchClassifier(single, nn.CrossEntropyLoss(), (1, 28, 28), 10, clip_values=(0.0, 1.0))
     makers: dict[str, Callable[[], Any]] = {
         "pgd": lambda: ProjectedGradientDescentPyTorch(
             target, eps=eps, eps_step=eps / 4, max_iter=40, num_random_init=1, batch_size=batch, verbose=False
@@ -75,7 +81,7 @@ def art_of(case: str, model: nn.Module, eps: float, batch: int) -> Run | None:
     if case not in makers:
         return None
     attack = makers[case]()
-    return lambda x, y: torch.from_numpy(attack.generate(x.numpy(), y.numpy()))
+    return lambda x, y: torch.from_numpy(attack.generate(x.numpy(), y.numpy())).float()
 
 
 def main() -> None:

@@ -12,7 +12,9 @@ from mycelia.attacks.evaluate import Adaptive, evaluate
 from mycelia.attacks.evasion.noise import RandomNoise
 from mycelia.attacks.evasion.square import Square
 from mycelia.attacks.threat import Threat
+from mycelia.engine.errors import ConfigError
 from tests.attacks.test_search import Flickers, Goes
+from tests.attacks.worlds import small
 
 THREAT = Threat("linf", 0.05)
 
@@ -75,6 +77,15 @@ def test_a_gradient_that_a_surrogate_gives_is_said_to_be_one() -> None:
     assert (flags[0].state, flags[1].state) == ("pass", "warn")
     assert "a surrogate gives the gradient of BitDepth" in flags[1].advice
     assert "surrogate" not in flags[0].advice
+
+
+def test_an_attacker_who_knows_nothing_does_not_go_through_the_defence() -> None:
+    x, y = torch.rand(4, 1, 6, 6), torch.zeros(4, dtype=torch.int64)
+    threat = Threat("linf", 0.1, defence_known=False)
+    for model in (Defended(small(torch.float32), BitDepth(4)), Obfuscated(small(torch.float32), Rounded(1))):
+        with pytest.raises(ConfigError, match="does not know"):
+            evaluate(model, x, y, threat, "quick")
+    assert evaluate(small(torch.float32), x, y, threat, "quick").ledger.n == 4
 
 
 def test_behind_an_output_transform_only_label_attacks_count() -> None:

@@ -121,6 +121,23 @@ def test_an_evaluation_its_report_and_what_is_required_of_it(run: Path, tmp_path
     assert f"{facts['ledger']['held']} held" in text
 
 
+def test_defences_around_a_model_are_attacked_through(run: Path) -> None:
+    """Stages get surrogates and averages; behind a transform of outputs labels alone count."""
+    model = ("--model", str(run), "--norm", "linf", "--eps", "0.1", "--limit", "20")
+    bare = as_json("evaluate", *model, "--suite", "quick", "--steps", "5")
+    pgd = next(each for each in bare["attacks"] if each["name"] == "PGD")
+    assert (bare["defence"], pgd["settings"]["steps"]) == ([], 5)
+    around = ("--defence", "bitdepth:bits=2", "--defence", "gaussiannoise:sigma=0.01")
+    found = as_json("evaluate", *model, "--suite", "quick", "--steps", "5", *around)
+    assert found["defence"] == ["bitdepth:bits=2", "gaussiannoise:sigma=0.01"]
+    assert found["adaptive"]["surrogate"] == "BPDA through BitDepth"
+    assert found["adaptive"]["eot"] == 20
+    assert found["ledger"]["broken"] > 0
+    hidden = as_json("evaluate", *model, "--suite", "quick", "--defence", "rounded:decimals=1")
+    assert next(each for each in hidden["attacks"] if each["name"] == "PGD")["broken"] is None
+    assert any("label" in caveat for caveat in hidden["caveats"])
+
+
 def test_an_evaluation_that_was_stopped_goes_on(run: Path, tmp_path: Path) -> None:
     Path("suite.toml").write_text('[[attack]]\nname = "pgd"\nsteps = 5\n[[attack]]\nname = "fgsm"\n')
     whole = as_json("evaluate", "--model", str(run), *BALL, "--suite", "suite.toml", "--out", "kept")
@@ -168,6 +185,12 @@ def test_a_model_by_name_with_weights(tmp_path: Path) -> None:
         (("evaluate", "--model", "RUN", *BALL, "--require", "robust"), "requirement"),
         (("evaluate", "--model", "RUN", *BALL, "--adaptive", "os:getcwd"), "str"),
         (("evaluate", "--model", "RUN", *BALL, "--weights", "w.safetensors"), "--weights"),
+        (("evaluate", "--model", "RUN", *BALL, "--defence", "magic"), "magic"),
+        (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:quality"), "KEY=VALUE"),
+        (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:quality=200"), "quality"),
+        (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:quality=high"), "quality"),
+        (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:bits=3"), "bits"),
+        (("evaluate", "--model", "RUN", *BALL, "--defence", "rounded", "--defence", "jpeg"), "stages come first"),
     ],
 )
 def test_what_does_not_fit_is_said(
