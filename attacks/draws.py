@@ -8,7 +8,7 @@ are made at once, on the device that they are on.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +21,18 @@ __all__ = ["Draws", "row_keys"]
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed word
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
+_BLOCK = 2**14  # numbers that are made at a time
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
     """A logical shift to the right: the sign does not come along."""
-    return (words >> by) & ((1 << (64 - by)) - 1)
+    return (words >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _mixed(words: Tensor) -> Tensor:
-    words = (words ^ _shifted(words, 30)) * _FIRST
-    words = (words ^ _shifted(words, 27)) * _SECOND
-    return words ^ _shifted(words, 31)
+    words = (words ^ _shifted(words, 30)).mul_(_FIRST)
+    words.bitwise_xor_(_shifted(words, 27)).mul_(_SECOND)
+    return words.bitwise_xor_(_shifted(words, 31))
 
 
 def _word(value: int) -> int:
@@ -83,10 +84,10 @@ class Draws:
 
     def words(self, use: str, count: int, *, step: int = 0, restart: int = 0) -> Tensor:
         """int64 [n, count], every bit of them random."""
-        name = _word(derive(self.seed, f"{self.attack}/{use}/{restart}", round=step))
-        start = _mixed(self.keys ^ name)
-        places = torch.arange(1, count + 1, device=self.keys.device)
-        return _mixed(start[:, None] + places * _GOLDEN)
+        found = torch.empty(len(self.keys), count, dtype=torch.int64, device=self.keys.device)
+        for columns, words in self._blocks(use, count, step, restart):
+            found[:, columns] = words
+        return found
 
     def uniform(
         self,
@@ -98,9 +99,14 @@ class Draws:
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
         """[n, *shape], uniform in the open interval (0, 1)."""
-        words = self.words(use, math.prod(shape), step=step, restart=restart)
-        values = (_shifted(words, 12).to(torch.float64) + 0.5) * 2.0**-52
-        return values.reshape(len(self.keys), *shape).to(dtype)
+        exact, bits = (torch.float32, 23) if dtype == torch.float32 else (torch.float64, 52)
+        count = math.prod(shape)
+        found = torch.empty(len(self.keys), count, dtype=exact, device=self.keys.device)
+        for columns, words in self._blocks(use, count, step, restart):
+            # Odd multiples of half a step: neither 0 nor 1 is one of them, also after rounding.
+            found[:, columns] = _shifted(words, 64 - bits)
+            found[:, columns].add_(0.5).mul_(2.0**-bits)
+        return found.view(len(self.keys), *shape).to(dtype)
 
     def normal(
         self,
@@ -111,9 +117,27 @@ class Draws:
         restart: int = 0,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """[n, *shape], standard normal."""
-        found: Tensor = torch.special.ndtri(self.uniform(use, shape, step=step, restart=restart))
-        return found.to(dtype)
+        """[n, *shape], standard normal: two of each word (Box, Muller 1958), none beyond 6.8."""
+        exact = torch.float32 if dtype == torch.float32 else torch.float64
+        count = math.prod(shape)
+        half = -(-count // 2)
+        found = torch.empty(len(self.keys), 2 * half, dtype=exact, device=self.keys.device)
+        for columns, words in self._blocks(use, half, step, restart):
+            length = _shifted(words, 32).to(exact).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+            angle = (words & (2**32 - 1)).to(exact).mul_(2 * math.pi / 2**32)
+            found[:, columns] = angle.cos() * length
+            found[:, half + columns.start : half + columns.stop] = angle.sin_().mul_(length)
+        return found[:, :count].reshape(len(self.keys), *shape).to(dtype)
+
+    def _blocks(self, use: str, count: int, step: int, restart: int) -> Iterator[tuple[slice, Tensor]]:
+        """The words of some columns at a time, so that they stay in a cache."""
+        name = _word(derive(self.seed, f"{self.attack}/{use}/{restart}", round=step))
+        start = _mixed(self.keys ^ name)[:, None]
+        together = max(1, _BLOCK // max(1, len(self.keys)))
+        places = torch.arange(1, count + 1, device=self.keys.device) * _GOLDEN
+        for first in range(0, count, together):
+            some = places[first : first + together]
+            yield slice(first, first + len(some)), _mixed(start + some)
 
     def signs(
         self,
@@ -125,8 +149,11 @@ class Draws:
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
         """[n, *shape], −1 or 1."""
-        words = self.words(use, math.prod(shape), step=step, restart=restart)
-        return (2 * _shifted(words, 63) - 1).reshape(len(self.keys), *shape).to(dtype)
+        count = math.prod(shape)
+        found = torch.empty(len(self.keys), count, dtype=dtype, device=self.keys.device)
+        for columns, words in self._blocks(use, count, step, restart):
+            found[:, columns] = words.bitwise_right_shift_(63).mul_(2).add_(1)  # of the sign bit
+        return found.view(len(self.keys), *shape)
 
     def integers(
         self, use: str, high: int | Tensor, shape: Sequence[int] = (), *, step: int = 0, restart: int = 0

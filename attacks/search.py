@@ -24,7 +24,8 @@ __all__ = ["SLACK", "Keep", "Search", "change", "towards"]
 Keep = Literal["closest", "loss"]
 SLACK: Final = 1e-6  # relative: of a norm beyond eps, and of an input beyond its bounds
 
-_TOGETHER: Final = 2**22  # numbers that go through the model in one pass of `look_many`
+_TOGETHER: Final = 2**18  # numbers that go through the model in one pass of `look_many`: layers fit a cache
+_ROWS: Final = 32  # and at least so many rows
 
 
 class Search:
@@ -163,7 +164,7 @@ class Search:
         losses = torch.full((k, b), -torch.inf, dtype=points.dtype, device=points.device)
         reached = torch.zeros_like(asked)
         places = asked.flatten().nonzero()[:, 0]
-        together = max(1, _TOGETHER // max(1, self.x[:1].numel()))
+        together = max(_ROWS, _TOGETHER // max(1, self.x[:1].numel()))
         for some in places.split(together) if len(places) else ():
             who = rows[some // b]
             outputs, goal = self.outputs(points.flatten(0, 1)[some], who), self.goal.of(who)

@@ -39,8 +39,8 @@ ABSTAIN: Final = -1
 """In the place of a class: the draws do not say which."""
 
 _BLOCK: Final = 1024  # draws of a row that are made at once, at most
-_NUMBERS: Final = 2**20  # of a row that are made at once
-_TOGETHER: Final = 2**22  # of all rows
+_NUMBERS: Final = 2**18  # of a row that are made at once: the layers of a model then fit a cache
+_TOGETHER: Final = 2**18  # of all rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,8 @@ from mycelia.engine.errors import DataError
 
 __all__ = ["ask", "bisections", "in_box", "nearest_start", "portions", "start_points", "to_boundary", "wide"]
 
-_NUMBERS = 2**22  # that are drawn and evaluated at once
+_NUMBERS = 2**18  # that are drawn and evaluated at once: a model's layers then fit a cache
+_ROWS = 32  # and at least so many inputs
 _PROBES = 64  # of a row in a pass, at most: rows and not probes fill a pass
 
 
@@ -67,7 +68,7 @@ def portions(counts: Tensor, size: int) -> Iterator[tuple[Tensor, int, int]]:
         positions of rows, the first probe of the pass, and how many follow (some rows may have fewer left).
     """
     each = max(1, min(_PROBES, _NUMBERS // (16 * max(1, size))))
-    together = max(1, _NUMBERS // (each * max(1, size)))
+    together = max(-(-_ROWS // each), _NUMBERS // (each * max(1, size)))
     for part in torch.arange(len(counts), device=counts.device).split(together):
         most = int(counts[part].max()) if len(part) else 0
         for first in range(0, most, each):

@@ -76,7 +76,7 @@ def art_of(case: str, model: nn.Module, eps: float, batch: int) -> Run | None:
         "cw": lambda: CarliniL2Method(
             target, max_iter=200, binary_search_steps=6, batch_size=batch, verbose=False
         ),
-        "hsj": lambda: HopSkipJump(target, norm=2, max_iter=20, max_eval=1000, init_eval=10, verbose=False),
+        "hsj": lambda: HopSkipJump(target, norm=2, max_iter=20, verbose=False),
     }
     if case not in makers:
         return None

@@ -159,7 +159,7 @@ def test_nes_gradient_has_the_closed_form() -> None:
     y = model(x).argmax(1)
     true = true_distance(model, x, y, "linf")
     for sigma in (1e-4, 1e-1):
-        result = NES(pairs=100, steps=1, step_size=100.0, sigma=sigma, momentum=0.0).run(
+        result = NES(pairs=2000, steps=1, step_size=100.0, sigma=sigma, momentum=0.0).run(
             model, x, Untargeted(y), eps=float(true.max()) * 1.001, rng=0, bounds=(-50.0, 50.0)
         )
         assert result.counts.broken == 5  # the signs of all four coordinates are right

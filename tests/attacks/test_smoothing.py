@@ -163,7 +163,7 @@ def test_looks_spend_alpha_and_end_with_all_draws(n: int, adaptive: bool) -> Non
 def test_certificates_of_an_affine_model() -> None:
     """No radius is beyond the boundary, most are near it, and points on the wrong side get no class 1."""
     true = [0.1, 0.3, 0.5, 0.8, 1.0]
-    found = Smoothed(half_space(), SIGMA).certify(at_distance(true), n0=50, n=5000, alpha=1e-4, rng=0)
+    found = Smoothed(half_space(), SIGMA).certify(at_distance(true), n0=200, n=5000, alpha=1e-4, rng=0)
     assert found.label.tolist() == [1] * 5
     for radius, distance in zip(found.radius.tolist(), true, strict=True):
         assert distance - 0.1 < radius <= distance

@@ -190,7 +190,10 @@ def test_a_model_by_name_with_weights(tmp_path: Path) -> None:
         (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:quality=200"), "quality"),
         (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:quality=high"), "quality"),
         (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:bits=3"), "bits"),
-        (("evaluate", "--model", "RUN", *BALL, "--defence", "rounded", "--defence", "jpeg"), "stages come first"),
+        (
+            ("evaluate", "--model", "RUN", *BALL, "--defence", "rounded", "--defence", "jpeg"),
+            "stages come first",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(
