@@ -163,7 +163,7 @@ def test_nes_gradient_has_the_closed_form() -> None:
             model, x, Untargeted(y), eps=float(true.max()) * 1.001, rng=0, bounds=(-50.0, 50.0)
         )
         assert result.counts.broken == 5  # the signs of all four coordinates are right
-        assert bool((result.queries == 1 + 1 + 200 + 1).all())
+        assert bool((result.queries == 1 + 1 + 4000 + 1).all())
 
 
 def test_nes_partial_information_with_a_target() -> None:

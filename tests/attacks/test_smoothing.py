@@ -166,8 +166,8 @@ def test_certificates_of_an_affine_model() -> None:
     found = Smoothed(half_space(), SIGMA).certify(at_distance(true), n0=200, n=5000, alpha=1e-4, rng=0)
     assert found.label.tolist() == [1] * 5
     for radius, distance in zip(found.radius.tolist(), true, strict=True):
-        assert distance - 0.1 < radius <= distance
-    assert found.draws.tolist() == [5050] * 5
+        assert distance - 0.15 < radius <= distance  # five standard errors at the farthest
+    assert found.draws.tolist() == [5200] * 5
     for count, radius in zip(found.count.tolist(), found.radius.tolist(), strict=True):
         assert radius == pytest.approx(certified_radius(count, 5000, SIGMA, 1e-4))
 
