@@ -65,6 +65,8 @@ class EvaluateConfig(TargetConfig):
     """Of the gradient attacks of a suite that is given by name; 0: their own numbers."""
     defence: tuple[str, ...] = ()
     """Around the model, like "jpeg:quality=50": stages in their order, then a transform of outputs."""
+    source: tuple[str, ...] = ()
+    """Run folders or ONNX files on which the transfer attack of suite "full" makes its examples."""
     adaptive: str = ""
     """package.module:function that gives an attack made for this model, or an `Adaptive`."""
     require: tuple[str, ...] = ()

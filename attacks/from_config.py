@@ -22,6 +22,7 @@ from mycelia.attacks.config import AttackConfig, EvaluateConfig, TargetConfig
 from mycelia.attacks.defences.around import around_model, model_defences
 from mycelia.attacks.evaluate import SUITES, Adaptive, evaluate
 from mycelia.attacks.model import Model, as_model
+from mycelia.attacks.model_files import model_of
 from mycelia.attacks.onnx_model import onnx_model
 from mycelia.attacks.report_parts import EVALUATION, parts_of
 from mycelia.attacks.result import AttackResult
@@ -273,6 +274,7 @@ class _Prepared:
     threat: Threat
     suite: str | tuple[Attack, ...]
     adaptive: Adaptive | Attack | None
+    sources: tuple[Model, ...] | None
 
 
 def _prepared(config: EvaluateConfig) -> _Prepared:
@@ -296,13 +298,18 @@ def _prepared(config: EvaluateConfig) -> _Prepared:
         )
     adaptive = _adaptive(config.adaptive)
     around = model_defences(config.defence, config.bounds)
+    if config.source and config.suite != "full":
+        raise ConfigError(
+            f"source models for suite {config.suite}",
+            rule="they are for the transfer attack of suite full",
+            fix="--suite full",
+            who="--source",
+        )
     found = subject(config)
     return _Prepared(
-        replace(found, model=around_model(found.model, around)),
-        threat_of(config, config.eps[0]),
-        suite,
-        adaptive,
-    )
+        replace(found, model=around_model(found.model, around)), threat_of(config, config.eps[0]), suite,
+        adaptive, tuple(model_of(path) for path in config.source) or None,
+    )  # fmt: skip
 
 
 def _evaluated(run: Run, config: EvaluateConfig, prepared: _Prepared, save: Path | None) -> Evaluated:
@@ -310,7 +317,7 @@ def _evaluated(run: Run, config: EvaluateConfig, prepared: _Prepared, save: Path
     cells = Cells(run.path / "cells", str(found.said["sha256"]))
     report = evaluate(
         found.model, found.x, found.y, prepared.threat, prepared.suite, config.seed, prepared.adaptive,
-        batch=config.batch, cells=cells, steps=config.steps or None,
+        batch=config.batch, cells=cells, steps=config.steps or None, sources=prepared.sources,
     )  # fmt: skip
     facts = replace(report, run_dir=str(run.path)).to_json()
     facts |= {"model": dict(found.said), "data": dict(found.data), "suite": config.suite}

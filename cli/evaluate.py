@@ -52,6 +52,14 @@ def command(
         ),
     ] = None,
     steps: StepsOption = 0,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source",
+            metavar="RUN|FILE.onnx",
+            help="Of the transfer attack of suite full: a model to craft on; repeatable.",
+        ),
+    ] = None,
     adaptive: Annotated[
         str,
         typer.Option(
@@ -91,7 +99,7 @@ def command(
     if resume is not None:
         refuse_with_resume(
             model=model, norm=norm, eps=eps, weights=weights, data=data, defence=defence, steps=steps,
-            adaptive=adaptive, require=require, seed=seed, out=out,
+            source=source, adaptive=adaptive, require=require, seed=seed, out=out,
         )  # fmt: skip
         found = resumed(resume, save=save)
     else:
@@ -109,8 +117,8 @@ def command(
             model, weights, data, split, limit, norm, eps, goal, queries, batch, bounds, seed
         )  # fmt: skip
         more = {
-            "suite": suite, "steps": steps, "defence": defence or [], "adaptive": adaptive,
-            "require": require or [],
+            "suite": suite, "steps": steps, "defence": defence or [], "source": source or [],
+            "adaptive": adaptive, "require": require or [],
         }  # fmt: skip
         found = evaluated(load_config(EvaluateConfig, table | more), out=out, save=save)
     if format is Format.json:

@@ -138,6 +138,14 @@ def test_defences_around_a_model_are_attacked_through(run: Path) -> None:
     assert any("label" in caveat for caveat in hidden["caveats"])
 
 
+@pytest.mark.slow
+def test_a_transfer_attack_has_the_source_models_that_are_named(run: Path) -> None:
+    arguments = ("evaluate", "--model", str(run), "--norm", "linf", "--eps", "0.1", "--limit", "6")
+    found = as_json(*arguments, "--suite", "full", "--source", str(run), "--steps", "3")
+    transfer = next(each for each in found["attacks"] if each["name"] == "Transfer")
+    assert transfer["broken"] > 0
+
+
 def test_an_evaluation_that_was_stopped_goes_on(run: Path, tmp_path: Path) -> None:
     Path("suite.toml").write_text('[[attack]]\nname = "pgd"\nsteps = 5\n[[attack]]\nname = "fgsm"\n')
     whole = as_json("evaluate", "--model", str(run), *BALL, "--suite", "suite.toml", "--out", "kept")
@@ -185,6 +193,7 @@ def test_a_model_by_name_with_weights(tmp_path: Path) -> None:
         (("evaluate", "--model", "RUN", *BALL, "--require", "robust"), "requirement"),
         (("evaluate", "--model", "RUN", *BALL, "--adaptive", "os:getcwd"), "str"),
         (("evaluate", "--model", "RUN", *BALL, "--weights", "w.safetensors"), "--weights"),
+        (("evaluate", "--model", "RUN", *BALL, "--source", "RUN"), "--suite full"),
         (("evaluate", "--model", "RUN", *BALL, "--defence", "magic"), "magic"),
         (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:quality"), "KEY=VALUE"),
         (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:quality=200"), "quality"),
