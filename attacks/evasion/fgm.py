@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
+
+from torch import Tensor
 
 from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.steps import random_start
@@ -48,13 +51,20 @@ class FGM(Attack):
         points = x
         if self.start:
             points = search.inside(x + self.start * (random_start(search, rows) - x), rows)
-        grad, _, _ = search.gradient(points, rows, 0, self.loss)
+        raised = self.raised(search)
+        grad, _, _ = search.gradient(points, rows, 0, raised(rows))
         rest = (1 - self.start) * search.eps
         low, high = search.low[rows] - points, search.high[rows] - points
         moved = points + linear_max(grad, search.norm, rest, low.clamp(max=0), high.clamp(min=0))
+        moved = search.inside(moved, rows)
         on = search.going_on(rows)
-        if bool(on.any()):
-            search.look(search.inside(moved, rows)[on], rows[on], 1, self.loss)
+        left = rows[on]
+        if len(left):
+            search.look(moved[on], left, 1, raised(left))
+
+    def raised(self, search: Search) -> Callable[[Tensor], Loss]:
+        """The loss of some rows, by their indices in the search."""
+        return lambda _: self.loss
 
 
 @dataclass(frozen=True)

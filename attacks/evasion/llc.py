@@ -5,18 +5,17 @@ Kurakin, Goodfellow, Bengio: "Adversarial machine learning at scale", ICLR 2017,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mycelia.attacks.base import Attack
-from mycelia.attacks.evasion.steps import random_start
+from mycelia.attacks.evasion.fgm import FGM
 from mycelia.attacks.goals import Targeted
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.model import as_model
-from mycelia.attacks.norms import Norm, linear_max
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
@@ -52,7 +51,7 @@ def least_likely(model: object, x: Any, *, batch: int = 256) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LLC(Attack):
+class LLC(FGM):
     """The best point of ball ∩ box for a linear loss towards the least likely class of the clean input.
 
     What counts as success is the goal's affair: for an untargeted one any other class than the true one. For
@@ -65,41 +64,14 @@ class LLC(Attack):
         eot: passes over which the gradient is averaged.
     """
 
-    norms: ClassVar[tuple[Norm, ...]] = ("linf", "l2", "l1")
     targeted: ClassVar[bool] = False
 
-    loss: Loss = "ce"
-    start: float = 0.0
-    eot: int = 1
-
-    def check(self) -> None:
-        """See `Attack.check`."""
-        if not 0 <= self.start < 1 or self.eot < 1:
-            raise ConfigError(
-                f"start {self.start}, eot {self.eot}",
-                rule="a share in [0, 1), and at least 1",
-                who=type(self).__name__,
-            )
-
-    def search(self, search: Search) -> None:
-        """See `Attack.search`."""
-        rows = search.active
+    def raised(self, search: Search) -> Callable[[Tensor], Loss]:
+        """See `FGM.raised`."""
         # Not the true class, which is the lowest where all scores are the same.
         scores = search.clean.scatter(1, search.goal.labels[:, None], torch.inf)
         aim = Targeted(scores.argmin(1))
-        x = search.x[rows]
-        points = x
-        if self.start:
-            points = search.inside(x + self.start * (random_start(search, rows) - x), rows)
-        grad, _, _ = search.gradient(points, rows, 0, lambda z, _: aim.of(rows).loss(z, self.loss))
-        rest = (1 - self.start) * search.eps
-        low, high = search.low[rows] - points, search.high[rows] - points
-        moved = points + linear_max(grad, search.norm, rest, low.clamp(max=0), high.clamp(min=0))
-        moved = search.inside(moved, rows)
-        on = search.going_on(rows)
-        left = rows[on]
-        if len(left):
-            search.look(moved[on], left, 1, lambda z, _: aim.of(left).loss(z, self.loss))
+        return lambda rows: lambda outputs, _: aim.of(rows).loss(outputs, self.loss)
 
 
 @dataclass(frozen=True)
