@@ -24,6 +24,7 @@ from mycelia.engine.rng import derive
 
 __all__ = ["Attack", "Curve"]
 
+_LOST: Final = "not reproduced"
 _ON_LEVEL: Final = 1e-3  # of a step of the grid
 
 
@@ -127,6 +128,18 @@ class Attack(ABC):
             ]  # fmt: skip
             result = self._result(parts, inputs, eps, rng)
             result = self._verified(target, result, inputs, goal, batch, passes)
+            lost = torch.tensor([text == _LOST for text in result.reason], device=inputs.device).nonzero()[
+                :, 0
+            ]
+            if len(lost) and passes > 1 and queries is None and keep == "closest" and self.kind == "fixed":
+                parts = [
+                    self._some(target, inputs[rows], sound[rows], goal.of(rows), radius, (low, high),
+                               draws.of(rows), "loss", None, rows)
+                    for rows in lost.split(batch)
+                ]  # fmt: skip
+                again = self._result(parts, inputs[lost], eps, rng)
+                again = self._verified(target, again, inputs[lost], goal.of(lost), batch, passes)
+                result = _recovered(result, lost, again)
             if quantise is not None:
                 result = self._quantised(
                     target, result, inputs, goal, radius, (low, high), quantise, batch, passes
@@ -303,7 +316,7 @@ class Attack(ABC):
         lost = found.is_(Status.BROKEN) & ~verified
         status = torch.where(lost, int(Status.HELD), found.status).to(torch.int8)
         reason = tuple(
-            "not reproduced" if gone else text for gone, text in zip(lost.tolist(), found.reason, strict=True)
+            _LOST if gone else text for gone, text in zip(lost.tolist(), found.reason, strict=True)
         )
         delta = torch.where(_wide(sound, x), found.x_adv.double() - x.double(), 0.0)
         return replace(
@@ -346,7 +359,7 @@ class Attack(ABC):
             model, replace(found, x_adv=torch.where(_wide(changed, x), points, found.x_adv)), x, goal, batch,
             votes,
         )  # fmt: skip
-        lost = [text == "not reproduced" for text in found.reason]
+        lost = [text == _LOST for text in found.reason]
         reason = tuple(
             f"no point of {bits} bits is in the ball"
             if out
@@ -359,6 +372,27 @@ class Attack(ABC):
         found = replace(found, status=status)
         share = None if not before else int(found.is_(Status.BROKEN).sum()) / before
         return replace(found, reason=reason, survive_8bit=share)
+
+
+def _recovered(first: AttackResult, lost: Tensor, again: AttackResult) -> AttackResult:
+    """A success on a random model may be luck, and ends the search all the same.
+
+    Such rows were attacked once more for the highest loss, which no luck ends: who is broken there is broken.
+    """
+    broken = again.is_(Status.BROKEN)
+    rows = lost[broken]
+    found: dict[str, Any] = {"unreproduced": first.unreproduced - len(rows)}
+    for name in ("x_adv", "status", "loss", "best_step", "verified"):
+        found[name] = getattr(first, name).clone()
+        found[name][rows] = getattr(again, name)[broken]
+    for name in ("queries", "gradients"):
+        found[name] = getattr(first, name).index_add(0, lost, getattr(again, name))
+    found["distance"] = {
+        p: values.index_copy(0, rows, again.distance[p][broken]) for p, values in first.distance.items()
+    }
+    known = set(rows.tolist())
+    found["reason"] = tuple("" if row in known else text for row, text in enumerate(first.reason))
+    return replace(first, **found)
 
 
 @dataclass(frozen=True)

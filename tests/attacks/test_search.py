@@ -69,6 +69,44 @@ class Flickers(nn.Module):
         return torch.stack([torch.where(wrong, 0.0, 1.0), torch.where(wrong, 1.0, one)], 1) + 0 * x[:, :1]
 
 
+class Lucky(nn.Module):
+    """Says another class beyond 0.55 by luck, in one of four passes, and beyond 0.58 always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        wrong = (x[:, 0] > 0.58) | ((x[:, 0] > 0.55) & (self.calls % 4 == 0))
+        return torch.stack([torch.where(wrong, 0.0, 1.0), torch.where(wrong, x[:, 0], 0.0)], 1)
+
+
+class Creeps(Attack):
+    """Nearer and nearer to the far corner."""
+
+    needs = "label"
+
+    def search(self, search: Search) -> None:
+        for step in range(1, 5):
+            if len(rows := search.active):
+                search.look(search.inside(search.x[rows] + step / 4 * search.eps, rows), rows, step)
+
+
+def test_luck_does_not_end_the_search_of_a_random_model() -> None:
+    x = torch.full((2, 3), 0.5)
+    goal = Untargeted(torch.zeros(2, dtype=torch.int64))
+    once = Creeps().run(Lucky(), x, goal, eps=0.1)
+    found = Creeps().run(Lucky(), x, goal, eps=0.1, votes=3)
+    assert (found.counts.broken, found.unreproduced) == (2, 0)
+    assert set(found.reason) == {""}
+    assert bool((found.x_adv[:, 0] > 0.58).all())
+    assert found.distance["linf"].tolist() == pytest.approx([0.1] * 2, abs=1e-6)
+    assert bool((found.queries > once.queries).all())
+    limited = Creeps().run(Lucky(), x, goal, eps=0.1, votes=3, queries=20)
+    assert limited.counts.broken in (0, 2)
+
+
 class Goes(Attack):
     """Three times to the far corner."""
 
