@@ -64,8 +64,10 @@ def command(
     from mycelia.attacks.config import AttackConfig
     from mycelia.attacks.from_config import attack
     from mycelia.engine.config import load_config
+    from mycelia.engine.heap import keep_heap
 
     torch.set_num_threads(1)
+    keep_heap()
     table = target_settings(
         model, weights, data, split, limit, norm, eps, goal, queries, batch, bounds, seed
     )  # fmt: skip

@@ -94,8 +94,10 @@ def command(
     from mycelia.attacks.from_config import evaluated, resumed
     from mycelia.engine.config import load_config
     from mycelia.engine.errors import ConfigError
+    from mycelia.engine.heap import keep_heap
 
     torch.set_num_threads(1)
+    keep_heap()
     if resume is not None:
         refuse_with_resume(
             model=model, norm=norm, eps=eps, weights=weights, data=data, defence=defence, steps=steps,
