@@ -17,7 +17,7 @@ from mycelia.engine.errors import ConfigError, DataError
 from mycelia.engine.program import Program
 from mycelia.engine.types import Tensors
 
-__all__ = ["Model", "Outputs", "as_model", "with_normalisation"]
+__all__ = ["Model", "Normalised", "Outputs", "as_model", "with_normalisation"]
 
 Outputs = Literal["logits", "probabilities", "labels"]
 _KINDS = ("logits", "probabilities", "labels")
@@ -264,16 +264,19 @@ def with_normalisation(model: nn.Module, mean: Sequence[float], std: Sequence[fl
             rule="one of each per channel, std above 0",
             who="mean, std",
         )
-    return nn.Sequential(_Normalised(mean, std), model)
+    return nn.Sequential(Normalised(mean, std), model)
 
 
-class _Normalised(nn.Module):
+class Normalised(nn.Module):
+    """(x − mean) / std, as a first layer; see `with_normalisation`."""
+
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor(mean))
         self.register_buffer("std", torch.tensor(std))
 
     def forward(self, x: Tensor) -> Tensor:
+        """The same in units of its own."""
         shape = (1, -1, *[1] * (x.dim() - 2))
         mean, std = self.get_buffer("mean").to(x.dtype), self.get_buffer("std").to(x.dtype)
         return (x - mean.view(shape)) / std.view(shape)

@@ -12,9 +12,12 @@ from mycelia.attacks.defences.adversarial_training import (
     AdversarialTraining,
     GivenAdversarials,
 )
+from mycelia.attacks.defences.awp import AWP
 from mycelia.attacks.defences.certificates import certified_radius, draws_needed, max_radius
+from mycelia.attacks.defences.distillation import Distillation
 from mycelia.attacks.defences.fast_at import OVERFITTING, FastAT
 from mycelia.attacks.defences.free_at import FreeAT
+from mycelia.attacks.defences.ibp import IBP
 from mycelia.attacks.defences.inputs import (
     JPEG,
     BitDepth,
@@ -23,6 +26,7 @@ from mycelia.attacks.defences.inputs import (
     ResizePad,
     Thermometer,
 )
+from mycelia.attacks.defences.mart import MART
 from mycelia.attacks.defences.outputs import (
     LabelsOnly,
     Obfuscated,
@@ -31,16 +35,21 @@ from mycelia.attacks.defences.outputs import (
     ReverseSigmoid,
     Rounded,
 )
+from mycelia.attacks.defences.patch_smoothing import Bands, BandTraining, PatchCertificates, PatchSmoothed
 from mycelia.attacks.defences.registry import TRAINING, build
 from mycelia.attacks.defences.smoothing import ABSTAIN, Certificates, CertifiedShare, Smoothed
 from mycelia.attacks.defences.stages import Defended, Stage, through
 from mycelia.attacks.defences.total_variation import TotalVariation
 from mycelia.attacks.defences.trades import TRADES
 from mycelia.attacks.defences.training import TrainingDefence
+from mycelia.attacks.defences.verification import Verified, verify
 
 __all__ = [
     "ABSTAIN",
+    "AWP",
+    "IBP",
     "JPEG",
+    "MART",
     "NAD",
     "OVERFITTING",
     "PAD",
@@ -48,10 +57,13 @@ __all__ = [
     "TRADES",
     "TRAINING",
     "AdversarialTraining",
+    "BandTraining",
+    "Bands",
     "BitDepth",
     "Certificates",
     "CertifiedShare",
     "Defended",
+    "Distillation",
     "FastAT",
     "FreeAT",
     "GaussianNoise",
@@ -61,6 +73,8 @@ __all__ = [
     "Obfuscated",
     "OutputNoise",
     "OutputTransform",
+    "PatchCertificates",
+    "PatchSmoothed",
     "ResizePad",
     "ReverseSigmoid",
     "Rounded",
@@ -69,6 +83,7 @@ __all__ = [
     "Thermometer",
     "TotalVariation",
     "TrainingDefence",
+    "Verified",
     "adapted",
     "build",
     "certified_radius",
@@ -76,5 +91,6 @@ __all__ = [
     "draws_needed",
     "max_radius",
     "through",
+    "verify",
     "with_eot",
 ]

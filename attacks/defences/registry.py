@@ -11,8 +11,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mycelia.attacks.config import number
 from mycelia.attacks.defences.adversarial_training import NAD, PAD, PGDAT, AdversarialTraining
+from mycelia.attacks.defences.awp import AWP
+from mycelia.attacks.defences.distillation import Distillation
 from mycelia.attacks.defences.fast_at import FastAT
 from mycelia.attacks.defences.free_at import FreeAT
+from mycelia.attacks.defences.ibp import IBP
+from mycelia.attacks.defences.mart import MART
 from mycelia.attacks.defences.trades import TRADES
 from mycelia.attacks.defences.training import TrainingDefence
 from mycelia.engine.errors import ConfigError
@@ -31,8 +35,23 @@ def _pad(replace_ratio: float = 0.5, bounds: tuple[float, float] = (0.0, 1.0)) -
     return replace(PAD, replace_ratio=replace_ratio, bounds=bounds)
 
 
+def _distillation(temperature: float = 20.0, teacher: str = "") -> Distillation:
+    return Distillation(temperature, teacher or None)
+
+
 TRAINING: Final[Mapping[str, Callable[..., TrainingDefence]]] = MappingProxyType(
-    {"fastat": FastAT, "freeat": FreeAT, "nad": _nad, "pad": _pad, "pgdat": PGDAT, "trades": TRADES}
+    {
+        "awp": AWP,
+        "distillation": _distillation,
+        "fastat": FastAT,
+        "freeat": FreeAT,
+        "ibp": IBP,
+        "mart": MART,
+        "nad": _nad,
+        "pad": _pad,
+        "pgdat": PGDAT,
+        "trades": TRADES,
+    }
 )
 """Makers of training defences."""
 
@@ -77,7 +96,7 @@ def _read(value: Any, hint: Any, who: str) -> Any:
     """A value as the annotation has it; nothing is converted but what TOML cannot say."""
     if isinstance(value, list | tuple):
         value = tuple(number(each, who) if isinstance(each, str) else each for each in value)
-    elif isinstance(value, str) and "/" in value:
+    elif isinstance(value, str) and "/" in value and hint is not str:
         value = number(value, who)
     adapter = TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
     try:

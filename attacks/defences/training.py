@@ -133,6 +133,13 @@ class TrainingDefence(ABC):
             DataError: saying what does not fit.
         """
 
+    def check_program(self, program: Program) -> None:  # noqa: B027 - as above
+        """Refuse a model that cannot be trained so.
+
+        Raises:
+            ConfigError: saying why.
+        """
+
     def start(self, examples: Examples, seed: int) -> tuple[TrainingDefence, Rows]:
         """What trains on these examples, and the numbers of those that it trains on: all but held-out ones.
 

@@ -18,7 +18,8 @@ def try_on(defence: TrainingDefence, program: Program, dataset: Dataset) -> None
     """Attack the examples with the smallest and the largest input.
 
     Raises:
-        ConfigError: data without classes, or a model whose outputs are no scores for them.
+        ConfigError: data without classes, a model whose outputs are no scores for them, or one that the
+            defence refuses.
         DataError: inputs that are not floating point, or beyond the bounds of the defence.
     """
     if dataset.classes is None:
@@ -28,6 +29,7 @@ def try_on(defence: TrainingDefence, program: Program, dataset: Dataset) -> None
             fix="take out [defence], or use data with classes",
             who="defence",
         )
+    defence.check_program(program)
     examples = dataset.train
     flat = examples.inputs.reshape(len(examples), -1)
     rows = np.array([flat.min(1).argmin(), flat.max(1).argmax()])

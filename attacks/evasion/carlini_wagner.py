@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.constants import Confident, Constants
+from mycelia.attacks.evasion.rivals import Rivals, over_nearest
+from mycelia.attacks.evasion.tanh_box import TanhBox
 from mycelia.attacks.norms import Norm
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["CarliniWagner"]
 
-_INSIDE: Final = (
-    0.99  # how far towards the bounds an input lies in tanh's range: at 1 it could never leave them
-)
+Start = Literal["input", "boundary"]
+_CANDIDATES: Final = 10  # classes, the true one among them
+_WAY: Final = 0.9  # of the way to a boundary: there its class is the runner-up, and no success yet
 _GAIN: Final = 1e-4  # relative fall of the objective without which a row stops
 
 
@@ -37,6 +39,9 @@ class CarliniWagner(Attack):
         learning_rate: of Adam, in raw input units in the middle of the box.
         kappa: margin in logits that counts as success, at least 0.
         early_abort: end attempts that stand still.
+        start: of an attempt: the "input"; or most of the way to the "boundary" that is nearest when the model
+            is taken as linear there, for which an untargeted attack takes one gradient for each of the ten
+            likeliest classes. From the input descent makes for the runner-up, which need not be the nearest.
     """
 
     kind: ClassVar[str] = "minimum"
@@ -49,15 +54,17 @@ class CarliniWagner(Attack):
     learning_rate: float = 0.005
     kappa: float = 0.0
     early_abort: bool = True
+    start: Start = "boundary"
 
     def check(self) -> None:
         """See `Attack.check`."""
         counts = self.steps >= 1 and self.searches >= 1
-        if not (counts and self.constant > 0 and self.learning_rate > 0 and self.kappa >= 0):
+        sizes = self.constant > 0 and self.learning_rate > 0 and self.kappa >= 0
+        if not (counts and sizes) or self.start not in get_args(Start):
             raise ConfigError(
                 f"steps {self.steps}, searches {self.searches}, constant {self.constant}, "
-                f"learning_rate {self.learning_rate}, kappa {self.kappa}",
-                rule="counts at least 1; constant and rate above 0, kappa at least 0",
+                f"learning_rate {self.learning_rate}, kappa {self.kappa}, start {self.start!r}",
+                rule='counts at least 1; constant and rate above 0, kappa at least 0; "input" or "boundary"',
                 who=type(self).__name__,
             )
 
@@ -65,28 +72,30 @@ class CarliniWagner(Attack):
         """See `Attack.search`."""
         search.goal = Confident(search.goal, self.kappa)
         constants = Constants(search, self.constant)
+        starts = search.x if self.start == "input" or search.goal.targeted else _towards_boundary(search)
         for attempt in range(self.searches):
             rows = search.active
             if not len(rows):
                 return
-            success = self._attempt(search, rows, constants.value[rows], attempt * self.steps)
+            success = self._attempt(search, rows, constants.value[rows], attempt * self.steps, starts)
             constants.judge(rows, success)
 
-    def _attempt(self, search: Search, rows: Tensor, constant: Tensor, first: int) -> Tensor:
-        """Descend from the input with one constant per row; bool [k]: who reached the goal with it."""
+    def _attempt(self, search: Search, rows: Tensor, constant: Tensor, first: int, starts: Tensor) -> Tensor:
+        """Descend from a start with one constant per row; bool [k]: who reached the goal with it."""
         everyone = rows
         success = torch.zeros(len(search.x), dtype=torch.bool, device=rows.device)
         wide = (-1, *[1] * (search.x.dim() - 1))
-        box = _Box(search, rows)
+        box = TanhBox(search, rows)
         x, c = search.x[rows], constant.view(wide)
-        inner = box.inner(x)
+        inner = box.inner(starts[rows])
         mean, square = torch.zeros_like(inner), torch.zeros_like(inner)
         lowest = torch.full_like(constant, torch.inf)
         every = max(1, self.steps // 10)
         for step in range(self.steps):
             points, slope = box.outer(inner)
             grad, hinge, outputs = search.gradient(points, rows, first + step, "hinge")
-            success[rows] |= search.goal.of(rows).reached(outputs)
+            if step or starts is search.x:  # a success at another start says nothing of the constant
+                success[rows] |= search.goal.of(rows).reached(outputs)
             delta = points - x
             descent = (2 * delta - c * grad) * slope
             mean = torch.lerp(descent, mean, 0.9)
@@ -103,34 +112,15 @@ class CarliniWagner(Attack):
                 inner, mean, square = inner[on], mean[on], square[on]
                 if not len(rows):
                     break
-                box = _Box(search, rows)
+                box = TanhBox(search, rows)
         return success[everyone]
 
 
-class _Box:
-    """A space without bounds for points of the box: in its middle the two have the same units.
-
-    So a step has raw units, whatever the width of the box, and one without bounds is the limit of wide ones.
-    """
-
-    def __init__(self, search: Search, rows: Tensor) -> None:
-        self.low, self.high = search.low[rows], search.high[rows]
-        self._bounded = torch.isfinite(self.low) & torch.isfinite(self.high)
-        self._all = bool(self._bounded.all())
-        self._middle = torch.where(self._bounded, (self.low + self.high) / 2, 0.0)
-        self._half = torch.where(self._bounded, (self.high - self.low) / (2 * _INSIDE), 1.0)
-
-    def inner(self, x: Tensor) -> Tensor:
-        """Where x lies in that space."""
-        scaled = (x - self._middle) / self._half
-        return torch.where(self._bounded, self._half * scaled.clamp(-_INSIDE, _INSIDE).atanh(), x)
-
-    def outer(self, inner: Tensor) -> tuple[Tensor, Tensor]:
-        """The points, and their derivatives with respect to the other space."""
-        bent = (inner / self._half).tanh()
-        slope = 1 - bent.square()
-        points = torch.addcmul(self._middle, self._half, bent)
-        if not self._all:
-            points = torch.where(self._bounded, points, inner)
-            slope = torch.where(self._bounded, slope, torch.ones_like(slope))
-        return torch.minimum(torch.maximum(points, self.low), self.high), slope
+def _towards_boundary(search: Search) -> Tensor:
+    """Points on the way from all inputs to their nearest linearised boundaries, as x."""
+    rows = search.active
+    rivals = Rivals(search, _CANDIDATES)
+    x = search.x[rows]
+    slopes, _ = search.slopes(x, rows, 0, rivals.weights[rows])
+    ends = over_nearest(search, rows, x, slopes, rivals.margins[rows], "l2")
+    return search.x.index_put((rows,), x + _WAY * (ends - x))

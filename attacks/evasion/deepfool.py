@@ -7,17 +7,18 @@ from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.halfspace import smallest_step
-from mycelia.attacks.norms import Norm
+from mycelia.attacks.evasion.rivals import Rivals, over_nearest
+from mycelia.attacks.norms import Norm, norm
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
 __all__ = ["DeepFool"]
 
 _FIRST: Final = 0.6  # the first overshoot is this power of the precision: 4e-10 in float64, 7e-5 in float32
+_NEARER: Final = 1e-4  # relative: a projection that is not nearer by so much ends the refinement
 _LEFT_BEHIND: Final = 1e-3  # a success with a margin above this share of the input's is worth going back from
 
 
@@ -29,12 +30,18 @@ class DeepFool(Attack):
     so that an affine model is left with the exact smallest change after one step; then four times as much
     each time.
 
+    Where that took more than one step its end is not the nearest point of the boundary: the steps were made
+    for slopes that have changed. So the boundary is then taken as linear at the end, and the input is
+    projected onto it inside the box (Croce, Hein: FAB (ICML 2020), §3.2), several times; the nearest success
+    counts.
+
     Attributes:
         norm: "l2" or "linf".
         steps: at most, at least 1.
         candidates: classes considered, the true one among them: each row's best logits; at least 2.
         overshoot: largest share of the first margin by which a step goes too far, above 0.
         halvings: of the way back to the input, for rows that landed far beyond a curved boundary; 0: none.
+        refinements: projections of the input onto the boundary that was found; 0: none, as in the paper.
     """
 
     kind: ClassVar[str] = "minimum"
@@ -46,40 +53,65 @@ class DeepFool(Attack):
     candidates: int = 10
     overshoot: float = 0.02
     halvings: int = 8
+    refinements: int = 10
 
     def check(self) -> None:
         """See `Attack.check`."""
-        if self.steps < 1 or self.candidates < 2 or not self.overshoot > 0 or self.halvings < 0:
+        counts = self.steps >= 1 and self.candidates >= 2 and min(self.halvings, self.refinements) >= 0
+        if not (counts and self.overshoot > 0):
             raise ConfigError(
                 f"steps {self.steps}, candidates {self.candidates}, overshoot {self.overshoot}, "
-                f"halvings {self.halvings}",
-                rule="at least 1, at least 2, above 0, at least 0",
+                f"halvings {self.halvings}, refinements {self.refinements}",
+                rule="at least 1, at least 2, above 0, the others at least 0",
                 who=type(self).__name__,
             )
 
     def search(self, search: Search) -> None:
         """See `Attack.search`."""
         rows = search.active
-        y = search.goal.labels.to(search.x.device)
-        ranked = search.clean.scatter(1, y[:, None], -torch.inf)
-        count = min(self.candidates, search.classes) - 1
-        others = ranked.topk(count, 1).indices  # of each row, its own
-        weights = functional.one_hot(others, search.classes) - functional.one_hot(y, search.classes)[:, None]
-        weights = weights.to(search.clean.dtype)
-        margins = -(search.clean[:, None] * weights).sum(2).to(search.x.dtype)
+        rivals = Rivals(search, self.candidates)
         points = search.x[rows]
         for step in range(self.steps):
-            slopes, outputs = search.slopes(points, rows, step, weights[rows])
+            slopes, outputs = search.slopes(points, rows, step, rivals.weights[rows])
             on = search.going_on(rows) & ~search.broken[rows]
             rows, points, slopes, outputs = rows[on], points[on], slopes[on], outputs[on]
             if not len(rows):
                 break
-            gaps = -(outputs[:, None] * weights[rows]).sum(2).to(points.dtype)
+            gaps = rivals.behind(outputs, rows).to(points.dtype)
             beyond = min(self.overshoot, float(torch.finfo(points.dtype).eps) ** _FIRST * 4.0**step)
-            points = self._moved(search, rows, points, slopes, gaps + beyond * margins[rows])
+            rises = gaps + beyond * rivals.margins[rows]
+            points = over_nearest(search, rows, points, slopes, rises, self.norm)
         if len(rows):
             search.look(points, rows, self.steps)
-        self._back(search, margins.amin(1))
+        # A row that its first step took just over a boundary has met no slope but that at the input.
+        margin = rivals.margins.amin(1)
+        bent = (search.best_step > 1) | (search.best_loss > _LEFT_BEHIND * margin)
+        self._back(search, margin)
+        self._refine(search, bent)
+
+    def _refine(self, search: Search, bent: Tensor) -> None:
+        """From a success to the input's projection onto its boundary; from beside it, over it."""
+        rows = search.active
+        rows = rows[(search.broken & bent)[rows]]
+        points, wide = search.best[rows], (-1, *[1] * (search.x.dim() - 1))
+        for step in range(self.refinements):
+            if not len(rows):
+                return
+            number = self.steps + 1 + self.halvings + step
+            grad, value, _ = search.gradient(points, rows, number, "margin")
+            on = search.going_on(rows)
+            rows, points, grad, value = rows[on], points[on], grad[on], value[on].to(points.dtype)
+            x, low, high = search.x[rows], search.low[rows], search.high[rows]
+            there = value + (grad * (x - points)).flatten(1).sum(1)  # the linear function at the input
+            beyond = float(torch.finfo(points.dtype).eps) ** _FIRST * there.abs()
+            near, size = smallest_step(grad, beyond - there, search.norm, low - x, high - x)
+            over, _ = smallest_step(grad, beyond - value, search.norm, low - points, high - points)
+            found = value > 0
+            moved = torch.where(found.view(wide), x + near, points + over)
+            on = ~found | (size < (1 - _NEARER) * norm(points - x, search.norm))
+            rows, points = rows[on], torch.minimum(torch.maximum(moved, low), high)[on]
+        if len(rows):
+            search.look(points, rows, self.steps + 1 + self.halvings + self.refinements)
 
     def _back(self, search: Search, margin: Tensor) -> None:
         """Where a curved boundary was left behind, halve the way to the input."""
@@ -100,19 +132,3 @@ class DeepFool(Attack):
             far[rows] = torch.where(reached, middle, far[rows])
             near[rows] = torch.where(reached, near[rows], middle)
             rows = rows[search.going_on(rows)]
-
-    def _moved(self, search: Search, rows: Tensor, points: Tensor, slopes: Tensor, rises: Tensor) -> Tensor:
-        """Over the nearest boundary; if none is in reach, towards the one that the box lets come nearest."""
-        lower, upper = search.low[rows] - points, search.high[rows] - points
-        nearest, found = torch.full_like(rises[:, 0], torch.inf), torch.zeros_like(points)
-        reach = torch.full_like(nearest, -torch.inf)
-        for k in range(rises.shape[1]):
-            delta, size = smallest_step(slopes[:, k], rises[:, k], search.norm, lower, upper)
-            size = torch.where(rises[:, k] > 0, size, torch.inf)
-            share = (slopes[:, k] * delta).flatten(1).sum(1) / rises[:, k].clamp(min=1e-30)
-            better = (size < nearest) | ((nearest == torch.inf) & (size == torch.inf) & (share > reach))
-            nearest = torch.where(better, size, nearest)
-            reach = torch.where(better, share, reach)
-            found = torch.where(better.view(-1, *[1] * (points.dim() - 1)), delta, found)
-        moved = points + found
-        return torch.minimum(torch.maximum(moved, search.low[rows]), search.high[rows])

@@ -19,6 +19,7 @@ from mycelia.attacks import (
     MDI,
     NES,
     SINI,
+    SPSA,
     VMI,
     VNI,
     AttackResult,
@@ -423,7 +424,7 @@ def test_bounds_tolerance_and_message(member: Member) -> None:
         attacked(member, small(), x * 2 - 0.5, Untargeted(y))
 
 
-PROBES = (NES, DI, MDI, VMI, VNI, SINI)
+PROBES = (NES, SPSA, DI, MDI, VMI, VNI, SINI)
 """These take gradients from points that are no candidates."""
 
 

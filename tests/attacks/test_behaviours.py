@@ -222,7 +222,7 @@ def test_sign_of_minimum_attacks() -> None:
     y = model(x).argmax(1)
     for attack_ in (
         DDN(steps=30),
-        CarliniWagner(steps=60, searches=4, constant=1.0, learning_rate=0.05),
+        CarliniWagner(steps=60, searches=4, constant=1.0, learning_rate=0.05, start="input"),
         DeepFool(),
         FMN(steps=30),
     ):
@@ -565,6 +565,6 @@ def test_unknown_setting_refused(tmp_path: Path, request: pytest.FixtureRequest)
         read.clear()
         use(config, out=tmp_path / kind.__name__)
         assert set(kind.model_fields) <= read
-    with pytest.raises(ValueError, match="steps"):  # a suite has its own
-        EvaluateConfig(**given, steps=3)
+    with pytest.raises(ValueError, match="quantise"):  # of one attack
+        EvaluateConfig(**given, quantise=8)
     assert request.config.getini("filterwarnings")[0] == "error"  # no deprecated alias goes unseen

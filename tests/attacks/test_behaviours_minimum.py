@@ -73,9 +73,9 @@ def test_deepfool_in_a_box_that_cuts(p: Norm) -> None:
 class Recorded(CarliniWagner):
     """Keeps the constants of each attempt."""
 
-    def _attempt(self, search: Any, rows: Tensor, constant: Tensor, first: int) -> Tensor:
+    def _attempt(self, search: Any, rows: Tensor, constant: Tensor, first: int, starts: Tensor) -> Tensor:
         SEEN.append((rows.tolist(), constant.tolist()))
-        success = super()._attempt(search, rows, constant, first)
+        success = super()._attempt(search, rows, constant, first, starts)
         OUTCOMES.append(success.tolist())
         return success
 
