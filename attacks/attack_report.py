@@ -97,7 +97,7 @@ def attack_text(facts: Mapping[str, Any]) -> str:
     if facts["verification_mismatches"]:
         lines.append(f"not reproduced   {facts['verification_mismatches']} rows, which count as held")
     lines.append(
-        f"cost             {facts['forward']:,} forward and {facts['backward']:,} backward passes of a row, "
+        f"cost             {facts['forward']:,} forward and {facts['backward']:,} backward passes of rows, "
         f"{facts['seconds']:.1f} s, seed {facts['seed']}"
     )
     lines.append("No more than this attack is said to have failed on the rows that held.")

@@ -191,6 +191,7 @@ def evaluate(
         attacks=_lines(runs, case),
         curve=tuple(CurveLine(point.eps, point.held, point.broken, len(case.x)) for point in curve),
         curve_reason=why,
+        curve_attack=probe,
         broken_by=dict(Counter(name for name in first if name is not None)),
         flags=flags,
         unit_tests=tests,

@@ -99,8 +99,8 @@ def _ledger(facts: Facts) -> Section:
             for key in ("clean_accuracy", "robust_accuracy", "success_rate")
         ),
         ("Largest change that counts", _text(ledger["worst_norm"])),
-        ("Forward passes of a row", f"{ledger['forward']:,}"),
-        ("Backward passes of a row", f"{ledger['backward']:,}"),
+        ("Forward passes of rows", f"{ledger['forward']:,}"),
+        ("Backward passes of rows", f"{ledger['backward']:,}"),
         ("Time", duration(ledger["seconds"])),
         ("Seed", str(ledger["seed"])),
     ]
@@ -117,13 +117,14 @@ def _curve(facts: Facts) -> Section:
         known = [(e, point[key]) for e, point in zip(eps, curve, strict=True) if point[key] is not None]
         if known:
             lines.append((label, [e for e, _ in known], [share for _, share in known]))
-    norm = facts["threat"]["norm"]
+    norm, attack = facts["threat"]["norm"], facts.get("curve_attack")
+    said = f"Under {attack['name']} alone; the ledger is the worst of all attacks. " if attack else ""
     figure = Figure(
         "robustness-curve",
         plot.line_plot(
             "robustness-curve", lines, xlabel=f"eps ({norm})", ylabel="", share=True, from_zero=True
         ),
-        "Robust accuracy cannot rise with eps; raw success that falls is a sign of a weak attack.",
+        f"{said}Robust accuracy cannot rise with eps; raw success that falls is a sign of a weak attack.",
     )
     rows = [
         (f"{point['eps']:g}", share_text(point, "robust_accuracy"), share_text(point, "raw_success"))

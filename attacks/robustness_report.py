@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
+from mycelia.attacks.base import Attack
 from mycelia.attacks.broader import Broader, unmeasured
-from mycelia.attacks.facts import known, share
+from mycelia.attacks.facts import known, settings_of, share
 from mycelia.attacks.flags import Flag
 from mycelia.attacks.intervals import clopper_pearson, wilson
 from mycelia.attacks.planted import UnitTest
@@ -178,6 +179,7 @@ class Report:
         attacks: of the suite, in order.
         curve: at increasing radii; empty: see `curve_reason`.
         curve_reason: why there is none.
+        curve_attack: the one attack that it shows: the ledger is the worst of all.
         broken_by: number of rows that each attack was the first to break.
         flags: signs that the evaluation cannot be trusted.
         unit_tests: what attacks found in models with a known answer; empty: see `unit_tests_reason`.
@@ -212,6 +214,7 @@ class Report:
     status: Tensor
     x_adv: Tensor
     curve_reason: str = ""
+    curve_attack: Attack | None = None
     unit_tests_reason: str = ""
     run_dir: str = ""
     requirements: tuple[tuple[str, bool], ...] = ()
@@ -240,6 +243,12 @@ class Report:
                 return flag
         raise KeyError(name)
 
+    def _curve_attack(self) -> dict[str, Any] | None:
+        attack = self.curve_attack
+        if attack is None or not self.curve:
+            return None
+        return {"name": type(attack).__name__, "settings": settings_of(attack)}
+
     def to_json(self) -> dict[str, Any]:
         """Plain values: every share with its interval, everything missing with a reason."""
         n = self.ledger.n
@@ -257,6 +266,7 @@ class Report:
             "ledger": self.ledger.to_json(),
             "attacks": [line.to_json(n) for line in self.attacks],
             **known("curve", [line.to_json(n) for line in self.curve] or None, self.curve_reason),
+            **known("curve_attack", self._curve_attack(), self.curve_reason),
             "worst_case": {"broken_by": dict(self.broken_by)},
             "flags": [_flag_json(flag) for flag in self.flags],
             **known("unit_tests", tests or None, self.unit_tests_reason),
@@ -348,12 +358,14 @@ def _ledger(report: Report) -> Iterable[str]:
     largest = "none" if ledger.worst_norm is None else f"{ledger.worst_norm:.6g}"
     yield f"largest change   {largest} ({report.threat.norm})"
     yield (
-        f"cost             {ledger.forward:,} forward and {ledger.backward:,} backward passes of a row, "
+        f"cost             {ledger.forward:,} forward and {ledger.backward:,} backward passes of rows, "
         f"{ledger.seconds:.1f} s, seed {ledger.seed}"
     )
 
 
 def _curve(report: Report) -> Iterable[str]:
+    if report.curve and report.curve_attack is not None:
+        yield f"under {type(report.curve_attack).__name__} alone"
     for point in report.curve:
         held, raw = _percent(point.held, report.ledger.n), _percent(point.broken, point.attacked)
         yield f"eps {point.eps:<10.4g} {held:<28} raw {raw}"

@@ -242,10 +242,11 @@ def test_no_verification_mismatch(models: dict[str, nn.Module], held_out: tuple[
         assert sum(report.broken_by.values()) == report.ledger.broken
 
 
-# What a report has, from the specification; "*" stands for a share with its interval.
+# What a report has, from the specification, and which attack its curve is of; "*" stands for a share with its
+# interval.
 KEYS = {
-    "": "schema threat versions run_dir requirements caveats ledger attacks curve worst_case flags "
-        "unit_tests adaptive broader detectors certified privacy federated",
+    "": "schema threat versions run_dir requirements caveats ledger attacks curve curve_attack worst_case "
+        "flags unit_tests adaptive broader detectors certified privacy federated",
     "threat": "norm eps eps_unit data_range goal knowledge bounds queries defence_known",
     "ledger": "n clean_correct broken held failed clean_accuracy* robust_accuracy* success_rate* worst_norm "
               "forward backward seconds seed",
