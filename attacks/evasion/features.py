@@ -17,13 +17,12 @@ from mycelia.attacks.arguments import Bounds, bounds_of, clipped, inputs_of
 from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.adam_pgd import AdamPGD
 from mycelia.attacks.goals import Goal
-from mycelia.attacks.input_passes import input_pass
+from mycelia.attacks.layers import layer_output
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.model import Model, ModuleModel
 from mycelia.attacks.norms import norm as length
 from mycelia.attacks.result import AttackResult
 from mycelia.engine.errors import ConfigError, DataError
-from mycelia.engine.plugins import nearest
 
 __all__ = ["FeatureAdversary", "FeatureResult"]
 
@@ -163,41 +162,15 @@ class _Representation(Model):
     offers = frozenset({"gradient", "score"})
 
     def __init__(self, module: nn.Module, layer: str) -> None:
-        modules = dict(module.named_modules())
-        if layer not in modules:
-            raise ConfigError(
-                f"no layer {layer!r}",
-                rule=f"one of {', '.join(filter(None, modules))}",
-                fix=nearest(layer, modules),
-                who="FeatureAdversary.layer",
-            )
         self.name = f"{type(module).__name__}.{layer}"
-        self._module, self._layer = module, modules[layer]
+        self._module, self._layer = module, layer
 
     def __call__(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             return self.traced(x)
 
     def traced(self, x: Tensor) -> Tensor:
-        seen: list[Any] = []
-
-        def keep(_: nn.Module, given: Any, output: Any) -> None:
-            # What follows may work in place.
-            seen.append(output.clone() if isinstance(output, Tensor) else output)
-
-        handle = self._layer.register_forward_hook(keep)
-        try:
-            input_pass(self._module, x)
-        finally:
-            handle.remove()
-        found = seen[-1] if seen else None
-        if not isinstance(found, Tensor) or not found.is_floating_point() or len(found) != len(x):
-            what = "nothing" if found is None else type(found).__name__
-            what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else what
-            raise DataError(
-                f"the layer gives {what} for {len(x)} rows", rule="floating point [n, …]", who=self.name
-            )
-        return found.flatten(1)
+        return layer_output(self._module, self._layer, x)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mycelia.attacks import PGD
 from mycelia.attacks.detectors import (
+    STRIP,
+    ActivationClassifier,
     Detector,
     DivergenceBased,
     Ensemble,
@@ -13,6 +16,7 @@ from mycelia.attacks.detectors import (
     RegionBased,
     Similarity,
     SpatialSmoothing,
+    SubsetScanning,
 )
 from tests.attacks.worlds import small
 
@@ -42,6 +46,8 @@ def row_members(dtype: torch.dtype = torch.float64) -> dict[str, Detector]:
         "region": RegionBased(model, 0.2, 20),
         "region-searched": RegionBased(model, m=5),
         "smoothing": SpatialSmoothing(model, 3, layout="nchw"),
+        "strip": STRIP(model, 20),  # all benign rows of the laws: which ones are drawn does not matter
+        "classifier": ActivationClassifier(model, "layers.2", PGD(steps=5), 0.3, hidden=16),
     }
     three = (single["error"], single["divergence"], single["smoothing"])
     return single | {
@@ -49,9 +55,20 @@ def row_members(dtype: torch.dtype = torch.float64) -> dict[str, Detector]:
     }  # fmt: skip
 
 
+def stepped_members(dtype: torch.dtype = torch.float64) -> dict[str, Detector]:
+    """Those that look at one row at a time, and whose gradient is not the slope of their scores."""
+    model = small(dtype)
+    return {
+        "drawn": STRIP(model, 4),
+        "scan": SubsetScanning(model, "layers.2"),
+        "scan-both": SubsetScanning(model, "layers.0", "higher-criticism", "both"),
+    }
+
+
 def members(dtype: torch.dtype = torch.float64) -> dict[str, Detector]:
     """All kinds."""
-    return row_members(dtype) | {"similarity": Similarity(Squeezes().to(dtype), k=2, window=6)}
+    stateful = {"similarity": Similarity(Squeezes().to(dtype), k=2, window=6)}
+    return row_members(dtype) | stepped_members(dtype) | stateful
 
 
 def parts(detector: Detector) -> list[nn.Module]:
