@@ -55,7 +55,10 @@ def attack_facts(
             "broken": counts.broken, "held": counts.held, "failed": counts.failed,
         },
         **share("clean_accuracy", None if targeted else right, counts.n, "targeted: not asked for"),
-        **share("robust_accuracy", counts.held, counts.n, "no rows"),
+        **share(
+            "robust_accuracy", None if targeted else counts.held, counts.n,
+            "targeted: rows that were wrong before may hold" if targeted else "no rows",
+        ),
         **share("success_rate", counts.broken, attacked, "no row was attacked"),
         "distance": _distances(result),
         **known("worst_norm", _worst(result), "no row was changed"),

@@ -192,6 +192,10 @@ class Attack(ABC):
         votes: int | None,
     ) -> None:
         who = f"{type(self).__name__}.run"
+        if not isinstance(goal, Goal):
+            raise ConfigError(
+                f"a {type(goal).__name__} for a goal", rule="a Goal", fix="Untargeted(y)", who=who
+            )
         if len(goal) != len(x):
             raise DataError(f"{len(x)} inputs, a goal of {len(goal)} rows", rule="one for each", who=who)
         if goal.targeted and not self.targeted:
@@ -226,6 +230,13 @@ class Attack(ABC):
         """A batch."""
         m = len(x)
         clean = model(torch.where(_wide(sound, x), x, torch.zeros_like(x))) if m else x.new_zeros(0, 2)
+        if m and clean.dim() == 2 and int(goal.labels.max()) >= clean.shape[1]:
+            row = int(goal.labels.argmax())
+            raise DataError(
+                f"class {int(goal.labels[row])} in row {int(rows[row])}, {clean.shape[1]} outputs",
+                rule="classes count from 0 to outputs − 1",
+                who=f"{type(self).__name__}.run",
+            )
         readable = sound & (predicted(clean) >= 0)
         there = goal.reached(clean) & readable
         status = torch.full((m,), int(Status.HELD), dtype=torch.int8, device=x.device)

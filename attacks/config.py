@@ -33,6 +33,7 @@ class TargetConfig(Strict):
     eps: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)]
     """Radii, in units of the inputs; several: a curve."""
     goal: str = "untargeted"
+    """Or "least-likely", or "target:K": then examples of class K are left out."""
     queries: Count = 0
     """Forward passes that may be spent on an example; 0: each attack's own limit."""
     batch: Annotated[int, Field(ge=1)] = 256

@@ -692,6 +692,11 @@ def _caveats(runs: tuple[Ran, ...], case: _Case, threat: Threat, hidden: str) ->
             "The model is hardly better than chance on clean inputs: are they in the units that it was "
             "trained on, and do classes have the same order?"
         )
+    width = float((case.limits[1] - case.limits[0]).max()) if case.n else math.inf
+    if threat.norm == "linf" and threat.eps >= width:
+        found.append(
+            f"eps {threat.eps:g} covers bounds that are {width:g} wide: is it in the units of the inputs?"
+        )
     if case.narrow:
         found.append("Inputs fill less than 2 % of their bounds: is eps in the units of the inputs?")
     if not threat.defence_known:

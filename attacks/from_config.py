@@ -76,6 +76,10 @@ def subject(config: TargetConfig) -> Subject:
     """
     path = Path(config.model)
     from_run = path.is_dir()
+    if not path.exists() and ("/" in config.model or path.suffix == ".onnx"):
+        raise ConfigError(
+            f"there is no {config.model}", rule="a run folder, an ONNX file, or a model's name", who="--model"
+        )
     if from_run and not is_run(path):
         Run.open(path)  # says what is wrong with it
     if config.weights and (from_run or path.suffix == ".onnx"):
@@ -105,6 +109,9 @@ def subject(config: TargetConfig) -> Subject:
     inputs, targets = part.inputs[:stop], part.targets[:stop]
     if targets.ndim != 1:
         raise ConfigError("several targets an example", rule="one class for each", who=dataset.name)
+    if config.goal.startswith("target:") and config.goal[7:].isdecimal():
+        others = targets != int(config.goal[7:])  # those of the target's class are there already
+        inputs, targets = inputs[others], targets[others]
     digest = sha256(inputs.tobytes() + targets.tobytes()).hexdigest()
     return Subject(
         model,
@@ -178,6 +185,7 @@ def attack(config: AttackConfig, *, out: Path | None = None, save: Path | None =
     """
     made = attack_of(config)
     check_free(out)
+    check_save(save)
     found = subject(config)
     with found.model.quiet():
         clean = _outputs(found, config.batch)
@@ -233,6 +241,8 @@ def evaluated(config: EvaluateConfig, *, out: Path | None = None, save: Path | N
     Raises:
         MyceliaError: as `subject` and `evaluate` do.
     """
+    check_free(out)
+    check_save(save)
     prepared = _prepared(config)
     with Run.create(out, "evaluate", to_toml(config)) as run:
         run.log(_started("evaluate", config))
@@ -250,6 +260,7 @@ def resumed(path: Path, *, save: Path | None = None) -> Evaluated:
         ConfigError: no run, one of another command, or one that is over.
         MyceliaError: as `evaluated` does.
     """
+    check_save(save)
     opened = Run.open(path)
     begun = next((event for event in opened.events({RunStarted.kind}) if isinstance(event, RunStarted)), None)
     if begun is None or begun.command != "evaluate" or (path / EVALUATION).exists():
@@ -315,10 +326,13 @@ def _prepared(config: EvaluateConfig) -> _Prepared:
 def _evaluated(run: Run, config: EvaluateConfig, prepared: _Prepared, save: Path | None) -> Evaluated:
     found = prepared.subject
     cells = Cells(run.path / "cells", str(found.said["sha256"]))
-    report = evaluate(
-        found.model, found.x, found.y, prepared.threat, prepared.suite, config.seed, prepared.adaptive,
-        batch=config.batch, cells=cells, steps=config.steps or None, sources=prepared.sources,
-    )  # fmt: skip
+    try:
+        report = evaluate(
+            found.model, found.x, found.y, prepared.threat, prepared.suite, config.seed, prepared.adaptive,
+            batch=config.batch, cells=cells, steps=config.steps or None, sources=prepared.sources,
+        )  # fmt: skip
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(str(run.path)) from stop
     facts = replace(report, run_dir=str(run.path)).to_json()
     facts |= {"model": dict(found.said), "data": dict(found.data), "suite": config.suite}
     facts["defence"] = list(config.defence)
@@ -383,6 +397,22 @@ def _adaptive(reference: str) -> Adaptive | Attack | None:
 
 def _outputs(found: Subject, batch: int) -> Tensor:
     return torch.cat([found.model(part) for part in found.x.split(batch)])
+
+
+def check_save(path: Path | None) -> None:
+    """Refuse a file that could not be written, before work that would then be lost.
+
+    Raises:
+        ConfigError: its folder is missing, or what is there is no ordinary file.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"there is no folder {path.parent}", rule="a file in a folder that exists", who="--save"
+        )
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no ordinary file", rule="a file of its own", who="--save")
 
 
 def _save(found: AttackResult | Report, path: Path | None) -> None:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 __all__ = [
+    "EPS",
+    "NORM",
     "BatchOption",
     "BoundsOption",
     "DataOption",
@@ -61,20 +63,22 @@ DataOption = Annotated[
 ]
 SplitOption = Annotated[Split, typer.Option("--split", help="Which part of the data.")]
 LimitOption = Annotated[int, typer.Option("--limit", help="The first so many examples; 0: all.")]
-NormOption = Annotated[
-    Norm, typer.Option("--norm", help="How the size of a change is measured.", show_default=False)
-]
-EpsOption = Annotated[
-    list[str],
-    typer.Option(
-        "--eps",
-        metavar="NUMBER",
-        help="Largest size of a change, in units of the inputs; 8/255 is read as a fraction.",
-        show_default=False,
-    ),
-]
+NORM = typer.Option("--norm", help="How the size of a change is measured.", show_default=False)
+NormOption = Annotated[Norm, NORM]
+EPS = typer.Option(
+    "--eps",
+    metavar="NUMBER",
+    help="Largest size of a change, in units of the inputs; 8/255 is read as a fraction.",
+    show_default=False,
+)
+EpsOption = Annotated[list[str], EPS]
 GoalOption = Annotated[
-    str, typer.Option("--goal", metavar="untargeted|least-likely|target:K", help="What an attack is for.")
+    str,
+    typer.Option(
+        "--goal",
+        metavar="untargeted|least-likely|target:K",
+        help="What an attack is for; target:K leaves out examples of K.",
+    ),
 ]
 StepsOption = Annotated[
     int, typer.Option("--steps", help="Of the attack, or a suite's gradient attacks; 0: their own number.")

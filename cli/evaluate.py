@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mycelia.cli.attack_options import (
+    EPS,
+    NORM,
     BatchOption,
     BoundsOption,
     DataOption,
-    EpsOption,
     GoalOption,
     LimitOption,
     ModelOption,
-    NormOption,
+    Norm,
     QueriesOption,
     SaveOption,
     Split,
@@ -25,15 +27,15 @@ from mycelia.cli.attack_options import (
     target_settings,
 )
 from mycelia.cli.options import OutOption, ResumeOption, SeedOption, refuse_with_resume
-from mycelia.cli.output import THRESHOLD_NOT_MET, Format, FormatOption, note, print_json
+from mycelia.cli.output import INTERRUPTED, THRESHOLD_NOT_MET, Format, FormatOption, note, print_json
 
 __all__ = ["command"]
 
 
 def command(
     model: ModelOption = "",
-    norm: NormOption | None = None,
-    eps: EpsOption | None = None,
+    norm: Annotated[Norm | None, NORM] = None,
+    eps: Annotated[list[str] | None, EPS] = None,
     weights: WeightsOption = None,
     data: DataOption = "",
     split: SplitOption = Split.test,
@@ -101,9 +103,12 @@ def command(
     if resume is not None:
         refuse_with_resume(
             model=model, norm=norm, eps=eps, weights=weights, data=data, defence=defence, steps=steps,
-            source=source, adaptive=adaptive, require=require, seed=seed, out=out,
+            source=source, suite=suite if suite != "standard" else "", split=split if split != "test" else "",
+            limit=limit if limit != 1000 else "", goal=goal if goal != "untargeted" else "",
+            queries=queries, batch=batch if batch != 256 else "", bounds=bounds if bounds != "0,1" else "",
+            adaptive=adaptive, require=require, seed=seed, out=out,
         )  # fmt: skip
-        found = resumed(resume, save=save)
+        go = partial(resumed, resume, save=save)
     else:
         if not model or norm is None or not eps:
             missing = [
@@ -122,7 +127,13 @@ def command(
             "suite": suite, "steps": steps, "defence": defence or [], "source": source or [],
             "adaptive": adaptive, "require": require or [],
         }  # fmt: skip
-        found = evaluated(load_config(EvaluateConfig, table | more), out=out, save=save)
+        go = partial(evaluated, load_config(EvaluateConfig, table | more), out=out, save=save)
+    try:
+        found = go()
+    except KeyboardInterrupt as stop:
+        hint = f"go on with: mycelia evaluate --resume {stop}" if str(stop) else "nothing had run yet"
+        note(f"interrupted; {hint}")
+        return INTERRUPTED
     if format is Format.json:
         print_json(found.facts)
     else:

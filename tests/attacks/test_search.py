@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mycelia.attacks import PGD, AutoAttack, Status, Untargeted
+from mycelia.attacks import PGD, AutoAttack, Status, Targeted, Untargeted
 from mycelia.attacks.base import Attack
 from mycelia.attacks.planted import affine
 from mycelia.attacks.search import Search, towards
-from mycelia.engine.errors import ConfigError
+from mycelia.engine.errors import ConfigError, DataError
 
 
 class Hole(nn.Module):
@@ -159,3 +159,13 @@ def test_halves_are_rounded_towards_the_input() -> None:
     brains = x.bfloat16()
     moved = towards(brains, brains.double() + 0.01)
     assert bool(((moved.double() - brains.double()).abs() <= 0.01).all())
+
+
+def test_a_goal_that_is_none_and_classes_that_there_are_not() -> None:
+    x = torch.rand(3, 4)
+    with pytest.raises(ConfigError, match=r"(?s)a Tensor for a goal.*Untargeted"):
+        PGD(steps=1).run(affine(3, 4), x, torch.zeros(3, dtype=torch.int64), eps=0.1)  # type: ignore[arg-type]
+    y = torch.tensor([0, 1, 7])
+    for goal in (Untargeted(y), Targeted(y)):
+        with pytest.raises(DataError, match=r"class 7 in row 2, 3 outputs"):
+            PGD(steps=1).run(affine(3, 4), x, goal, eps=0.1, batch=2)

@@ -121,6 +121,14 @@ def test_an_evaluation_its_report_and_what_is_required_of_it(run: Path, tmp_path
     assert f"{facts['ledger']['held']} held" in text
 
 
+def test_examples_of_the_target_class_are_left_out(run: Path) -> None:
+    found = as_json("attack", "bim", "--model", str(run), *BALL, "--goal", "target:3", "--steps", "2")
+    classes = load("digits").test.targets[:40]
+    assert found["data"]["n"] == sum(found["counts"].values()) == int((classes != 3).sum()) < 40
+    assert found["robust_accuracy"] is None
+    assert found["counts"]["clean_wrong"] == 0
+
+
 def test_defences_around_a_model_are_attacked_through(run: Path) -> None:
     """Stages get surrogates and averages; behind a transform of outputs labels alone count."""
     model = ("--model", str(run), "--norm", "linf", "--eps", "0.1", "--limit", "20")
@@ -194,6 +202,11 @@ def test_a_model_by_name_with_weights(tmp_path: Path) -> None:
         (("evaluate", "--model", "RUN", *BALL, "--adaptive", "os:getcwd"), "str"),
         (("evaluate", "--model", "RUN", *BALL, "--weights", "w.safetensors"), "--weights"),
         (("evaluate", "--model", "RUN", *BALL, "--source", "RUN"), "--suite full"),
+        (("attack", "pgd", "--model", "RUN", *BALL, "--save", "none/x.safetensors"), "no folder none"),
+        (("attack", "pgd", "--model", "RUN", *BALL, "--save", "/dev/null"), "no ordinary file"),
+        (("attack", "pgd", "--model", "RUN", *BALL, "--goal", "target:99"), "class 99"),
+        (("attack", "pgd", "--model", "no/where", *BALL), "there is no no/where"),
+        (("evaluate", "--resume", "RUN", "--limit", "5", "--suite", "quick"), "suite, limit"),
         (("evaluate", "--model", "RUN", *BALL, "--defence", "magic"), "magic"),
         (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:quality"), "KEY=VALUE"),
         (("evaluate", "--model", "RUN", *BALL, "--defence", "jpeg:quality=200"), "quality"),
