@@ -136,7 +136,7 @@ class Habits:
     Attributes:
         change: from a model to its update; None: each tensor plus the device's id.
         weight: of its updates.
-        silent_from: the first round that it does not answer.
+        silent: which tasks it does not answer.
         fails: what it says instead of an update.
         declines: the field of its policy that does not allow a task.
         header: changes the header before it is signed.
@@ -147,7 +147,7 @@ class Habits:
 
     change: Change | None = None
     weight: float = 1.0
-    silent_from: int | None = None
+    silent: Callable[[Position], bool] = lambda at: False
     fails: str = ""
     declines: str = ""
     header: Callable[[UpdateHeader], UpdateHeader] = lambda header: header
@@ -238,8 +238,7 @@ class Dummy:
             await self.model(at)
 
     def _is_silent(self, at: Position, task: pb.Task) -> bool:
-        since = self.habits.silent_from
-        return task.work == pb.TRAIN and since is not None and at.round >= since
+        return task.work == pb.TRAIN and self.habits.silent(at)
 
     async def model(self, at: Position) -> None:
         task = self.tasks[at]

@@ -101,13 +101,8 @@ async def until(holds: Callable[[], object]) -> None:
 def test_deadline_without_quorum_fails_the_round(people: People, tmp_path: Path) -> None:
     """The model stays, the one that came is told, and the same round is tried again."""
     made = plan(rounds=1)
-    silent = Habits(silent_from=0)
-
-    async def speak_up(server: Server, devices: list[Dummy]) -> None:
-        await until(lambda: devices[0].outcomes)
-        silent.silent_from = None
-
-    ended = a_run(people, tmp_path, made, {2: silent, 3: silent}, times=SHORT, meanwhile=speak_up)
+    silent = Habits(silent=lambda at: at.attempt == 0)
+    ended = a_run(people, tmp_path, made, {2: silent, 3: silent}, times=SHORT)
     assert ended.devices[0].reasons() == ["QUORUM", ""]
     assert "1" in ended.devices[0].outcomes[0].hint
     assert "3" in ended.devices[0].outcomes[0].hint
@@ -123,7 +118,7 @@ def test_deadline_without_quorum_fails_the_round(people: People, tmp_path: Path)
 
 def test_no_reply_is_not_success(people: People, tmp_path: Path) -> None:
     made = plan(rounds=1, round={"budget_s": 20.0, "max_failed_rounds": 2})
-    ended = a_run(people, tmp_path, made, {n: Habits(silent_from=0) for n in (1, 2, 3)}, times=SHORT)
+    ended = a_run(people, tmp_path, made, {n: Habits(silent=lambda at: True) for n in (1, 2, 3)}, times=SHORT)
     assert isinstance(ended.error, RoundAborted)
     assert "no_survivors" in str(ended.error)
     assert ended.told(0) == ended.told(1) == [(n, "DROPPED", "configure") for n in (1, 2, 3)]
