@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mycelia.attacks.norms import wide
 from mycelia.attacks.search import SLACK
 from mycelia.engine.errors import ConfigError, DataError
 
-__all__ = ["Bounds", "bounds_of", "clipped", "inputs_of"]
+__all__ = ["Bounds", "bounds_of", "clipped", "inputs_of", "outside"]
 
 Bounds = tuple[float | Tensor, float | Tensor]
 
@@ -62,13 +63,18 @@ def bounds_of(bounds: Bounds, x: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
+def outside(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Which values lie beyond their bounds by more than rounding, bool [n, …]; none that is no number."""
+    width = torch.where(torch.isfinite(high - low), high - low, torch.ones_like(low))
+    return (x < low - SLACK * width) | (x > high + SLACK * width)
+
+
 def clipped(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs inside their bounds, and which rows are finite."""
     sound = torch.isfinite(x.flatten(1)).all(1)
     if not len(x):
         return x, sound
-    width = torch.where(torch.isfinite(high - low), high - low, torch.ones_like(low))
-    beyond = ((x < low - SLACK * width) | (x > high + SLACK * width)) & sound.view(-1, *[1] * (x.dim() - 1))
+    beyond = outside(x, low, high) & wide(sound, x)
     if bool(beyond.any()):
         rows = beyond.flatten(1).any(1).nonzero()[:, 0].tolist()
         seen = x[sound]
@@ -80,4 +86,4 @@ def clipped(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
             who="x",
         )
     clipped = torch.minimum(torch.maximum(x, low), high)
-    return torch.where(sound.view(-1, *[1] * (x.dim() - 1)), clipped, x), sound
+    return torch.where(wide(sound, x), clipped, x), sound

@@ -11,13 +11,13 @@ from torch import Tensor
 from mycelia.attacks.base import Attack
 from mycelia.attacks.facts import known, settings_of, share, share_text
 from mycelia.attacks.result import AttackResult, Status
+from mycelia.attacks.search import SLACK
 from mycelia.attacks.threat import Threat
 from mycelia.engine.environment import describe
 
 __all__ = ["SCHEMA", "attack_facts", "attack_text"]
 
 SCHEMA: Final = 1
-_SLACK: Final = 1e-6
 
 
 def attack_facts(
@@ -133,4 +133,4 @@ def _worst(result: AttackResult) -> float | None:
 def _outside(result: AttackResult) -> int:
     if result.eps is None:
         return 0
-    return int((_broken(result) > result.eps * (1 + _SLACK)).sum())
+    return int((_broken(result) > result.eps * (1 + SLACK)).sum())

@@ -16,7 +16,7 @@ from mycelia.attacks.arguments import Bounds, bounds_of, clipped, inputs_of
 from mycelia.attacks.draws import Draws, row_keys
 from mycelia.attacks.goals import Goal, predicted
 from mycelia.attacks.model import Model, as_model
-from mycelia.attacks.norms import NORMS, Norm, norm
+from mycelia.attacks.norms import NORMS, Norm, norm, wide
 from mycelia.attacks.result import AttackResult, Status
 from mycelia.attacks.search import SLACK, Keep, Search, change
 from mycelia.engine.errors import ConfigError, DataError
@@ -128,18 +128,18 @@ class Attack(ABC):
             ]  # fmt: skip
             result = self._result(parts, inputs, eps, rng)
             result = self._verified(target, result, inputs, goal, batch, passes)
-            lost = torch.tensor([text == _LOST for text in result.reason], device=inputs.device).nonzero()[
-                :, 0
-            ]
-            if len(lost) and passes > 1 and queries is None and keep == "closest" and self.kind == "fixed":
-                parts = [
-                    self._some(target, inputs[rows], sound[rows], goal.of(rows), radius, (low, high),
-                               draws.of(rows), "loss", None, rows)
-                    for rows in lost.split(batch)
-                ]  # fmt: skip
-                again = self._result(parts, inputs[lost], eps, rng)
-                again = self._verified(target, again, inputs[lost], goal.of(lost), batch, passes)
-                result = _recovered(result, lost, again)
+            if passes > 1 and queries is None and keep == "closest" and self.kind == "fixed":
+                lost = [row for row, text in enumerate(result.reason) if text == _LOST]
+                if lost:
+                    unlucky = torch.tensor(lost, device=inputs.device)
+                    parts = [
+                        self._some(target, inputs[rows], sound[rows], goal.of(rows), radius, (low, high),
+                                   draws.of(rows), "loss", None, rows)
+                        for rows in unlucky.split(batch)
+                    ]  # fmt: skip
+                    again = self._result(parts, inputs[unlucky], eps, rng)
+                    again = self._verified(target, again, inputs[unlucky], goal.of(unlucky), batch, passes)
+                    result = _recovered(result, unlucky, again)
             if quantise is not None:
                 result = self._quantised(
                     target, result, inputs, goal, radius, (low, high), quantise, batch, passes
@@ -229,7 +229,7 @@ class Attack(ABC):
     ) -> dict[str, Any]:  # fmt: skip
         """A batch."""
         m = len(x)
-        clean = model(torch.where(_wide(sound, x), x, torch.zeros_like(x))) if m else x.new_zeros(0, 2)
+        clean = model(torch.where(wide(sound, x), x, torch.zeros_like(x))) if m else x.new_zeros(0, 2)
         if m and clean.dim() == 2 and int(goal.labels.max()) >= clean.shape[1]:
             row = int(goal.labels.argmax())
             raise DataError(
@@ -318,7 +318,7 @@ class Attack(ABC):
         """Look once more at exactly what is returned, in batches of the same size; most votes decide."""
         n = len(x)
         sound = torch.isfinite(found.x_adv.flatten(1)).all(1) if n else found.verified
-        given = torch.where(_wide(sound, x), found.x_adv, torch.zeros_like(x))
+        given = torch.where(wide(sound, x), found.x_adv, torch.zeros_like(x))
         reached = torch.zeros(n, dtype=torch.int64, device=x.device)
         for _ in range(votes):
             for rows in torch.arange(n, device=x.device).split(batch) if n else ():
@@ -329,7 +329,7 @@ class Attack(ABC):
         reason = tuple(
             _LOST if gone else text for gone, text in zip(lost.tolist(), found.reason, strict=True)
         )
-        delta = torch.where(_wide(sound, x), found.x_adv.double() - x.double(), 0.0)
+        delta = torch.where(wide(sound, x), found.x_adv.double() - x.double(), 0.0)
         return replace(
             found,
             status=status,
@@ -360,14 +360,14 @@ class Attack(ABC):
         level = (origin - origin.round()).abs() < _ON_LEVEL  # there, what is not moved keeps its bits
         moved = torch.where(level & (nearest == origin.round()), 0.0, (nearest - origin) * step)
         beyond = norm(moved, self.norm) > eps * (1 + SLACK)
-        grid = torch.where(_wide(beyond, x), towards, nearest)
+        grid = torch.where(wide(beyond, x), towards, nearest)
         points = torch.minimum(torch.maximum((low + grid * step).to(x.dtype), low), high)
         points = torch.where(level & (grid == origin.round()), x, points)
         outside = (norm(change(points, x), self.norm) > eps * (1 + SLACK)) & changed
-        points = torch.where(_wide(outside, x), found.x_adv, points)
+        points = torch.where(wide(outside, x), found.x_adv, points)
         before = int(found.is_(Status.BROKEN).sum())
         found = self._verified(
-            model, replace(found, x_adv=torch.where(_wide(changed, x), points, found.x_adv)), x, goal, batch,
+            model, replace(found, x_adv=torch.where(wide(changed, x), points, found.x_adv)), x, goal, batch,
             votes,
         )  # fmt: skip
         lost = [text == _LOST for text in found.reason]
@@ -433,10 +433,6 @@ class Curve:
             broken = mine if broken is None else broken | mine
             found.append(torch.where(broken, int(Status.BROKEN), result.status).to(torch.int8))
         return tuple(found)
-
-
-def _wide(rows: Tensor, x: Tensor) -> Tensor:
-    return rows.view(-1, *[1] * (x.dim() - 1))
 
 
 def _keys(x: Tensor, goal: Goal, ids: Any) -> Tensor:

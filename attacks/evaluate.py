@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mycelia.attacks.arguments import bounds_of, inputs_of
+from mycelia.attacks.arguments import bounds_of, inputs_of, outside
 from mycelia.attacks.base import Attack
 from mycelia.attacks.broader import Broader, broader, unmeasured
 from mycelia.attacks.cells import Cells
@@ -29,6 +29,7 @@ from mycelia.attacks.facts import settings_of
 from mycelia.attacks.flags import RANDOM, CurvePoint, Evidence, Ran, cover, raise_flags, randomness
 from mycelia.attacks.goals import Goal, Untargeted, predicted
 from mycelia.attacks.model import Model, as_model
+from mycelia.attacks.norms import wide
 from mycelia.attacks.planted import UnitTest, unit_tests
 from mycelia.attacks.probes import has_gradient, predictions
 from mycelia.attacks.result import AttackResult, Status
@@ -64,7 +65,6 @@ _ALLOWED: Final = {
 }  # fmt: skip
 _VOTES: Final = 11  # passes of the second look at a random model
 _RADII: Final = 12  # of a curve, at most
-_SLACK: Final = 1e-6  # of the width of the bounds
 _CAVEATS: Final = (
     "No attack here succeeded on the rows that held; that is no proof that none would.",
     "The flags are neither necessary nor sufficient: an evaluation that raises none may still be weak.",
@@ -257,19 +257,17 @@ def _case(model: Model, x: Any, y: Any, threat: Threat, batch: int) -> _Case:
     finite = (
         torch.isfinite(inputs.flatten(1)).all(1) if len(inputs) else inputs.new_zeros(0, dtype=torch.bool)
     )
-    width = torch.where(torch.isfinite(high - low), high - low, torch.ones_like(low))
-    beyond = ((inputs < low - _SLACK * width) | (inputs > high + _SLACK * width)).flatten(1).any(1) & finite
-    outside = int(beyond.sum())
+    beyond = int((outside(inputs, low, high).flatten(1).any(1) & finite).sum())
     seen = inputs[finite]
     blocked = ""
-    if outside:
+    if beyond:
         blocked = (
-            f"{outside} rows lie outside bounds {float(low.min()):g} to {float(high.max()):g}: "
+            f"{beyond} rows lie outside bounds {float(low.min()):g} to {float(high.max()):g}: "
             f"inputs go from {float(seen.min()):g} to {float(seen.max()):g}; nothing was attacked"
         )
     else:
         clipped = torch.minimum(torch.maximum(inputs, low), high)
-        inputs = torch.where(finite.view(-1, *[1] * (inputs.dim() - 1)), clipped, inputs)
+        inputs = torch.where(wide(finite, inputs), clipped, inputs)
     outputs = predictions(model, inputs[finite], batch) if len(seen) else inputs.new_zeros(0, 2)
     _check_labels(labels, outputs)
     found = torch.full((len(inputs),), -1, dtype=torch.int64, device=inputs.device)
@@ -284,7 +282,7 @@ def _case(model: Model, x: Any, y: Any, threat: Threat, batch: int) -> _Case:
     return _Case(
         inputs=inputs, labels=labels, sound=finite, outputs=outputs, unclear=~finite | (found < 0), rows=rows,
         x=inputs[attacked], y=labels[attacked], goal=threat.goal_for(labels[attacked], every[attacked]),
-        box=_of_rows(low, high, attacked), limits=_of_rows(low, high, finite), outside=outside,
+        box=_of_rows(low, high, attacked), limits=_of_rows(low, high, finite), outside=beyond,
         differentiable=gradient and (not len(attacked) or has_gradient(model, inputs[attacked[:1]])),
         blocked=blocked, narrow=bool(varies < 0.02 * (high - low).max()),
     )  # fmt: skip

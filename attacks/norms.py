@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mycelia.engine.errors import ConfigError
 
-__all__ = ["NORMS", "Norm", "Radius", "filled", "linear_max", "norm", "project"]
+__all__ = ["NORMS", "Norm", "Radius", "filled", "linear_max", "norm", "project", "wide"]
 
 Norm = Literal["l0", "l1", "l2", "linf"]
 NORMS: Final[tuple[Norm, ...]] = get_args(Norm)
@@ -46,6 +46,11 @@ def norm(delta: Tensor, p: Norm) -> Tensor:
             return (flat != 0).sum(1).to(delta.dtype)
         case _:
             raise _unknown(p)
+
+
+def wide(values: Tensor, like: Tensor) -> Tensor:
+    """A number for each row, [n], as [n, 1, …] with as many axes as `like`."""
+    return values.view(-1, *[1] * (like.dim() - 1))
 
 
 def project(delta: Tensor, p: Norm, eps: Radius, lower: Tensor, upper: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from mycelia.attacks.draws import Draws, row_keys
 from mycelia.attacks.goals import Goal, Untargeted, predicted
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.model import Model, as_model
-from mycelia.attacks.norms import Norm, norm
+from mycelia.attacks.norms import Norm, norm, wide
 from mycelia.attacks.result import AttackResult, Status
 from mycelia.engine.errors import ConfigError, DataError
 
@@ -260,11 +260,11 @@ def clever(
     if n:
         keys = row_keys(inputs, goal.labels)
         with target.quiet():
-            given = torch.where(_wide(sound, inputs), inputs, torch.zeros_like(inputs))
+            given = torch.where(wide(sound, inputs), inputs, torch.zeros_like(inputs))
             logits = torch.cat([target(given[rows]) for rows in _batches(inputs, batch)])
             own, others = _classes(goal, logits)
-            wide = logits.double()
-            gap = torch.where(others, wide.gather(1, own[:, None]) - wide, torch.inf)
+            precise = logits.double()
+            gap = torch.where(others, precise.gather(1, own[:, None]) - precise, torch.inf)
             sound = sound & logits.isfinite().all(1)
             score[sound & (gap.amin(1) <= 0)] = 0.0
             rows = (sound & (gap.amin(1) > 0)).nonzero()[:, 0]
@@ -308,9 +308,9 @@ def great_score(scores: Tensor, y: Tensor) -> GreatScore:
             fix="logits.softmax(1)",
             who="great_score",
         )
-    wide = scores.double()
-    own, others = _classes(Untargeted(labels), wide)
-    margin = wide.gather(1, own[:, None])[:, 0] - wide.masked_fill(~others, -torch.inf).amax(1)
+    precise = scores.double()
+    own, others = _classes(Untargeted(labels), precise)
+    margin = precise.gather(1, own[:, None])[:, 0] - precise.masked_fill(~others, -torch.inf).amax(1)
     each = _SLOPE * margin.clamp(min=0)
     mean = _mean(each)
     if mean is None:
@@ -458,7 +458,3 @@ def _area(eps: tuple[float, ...], heights: list[float | None]) -> float | None:
 
 def _mean(values: Tensor) -> float | None:
     return float(values.double().mean()) if len(values) else None
-
-
-def _wide(rows: Tensor, x: Tensor) -> Tensor:
-    return rows.view(-1, *[1] * (x.dim() - 1))

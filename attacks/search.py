@@ -17,7 +17,7 @@ from mycelia.attacks.draws import Draws
 from mycelia.attacks.goals import Goal
 from mycelia.attacks.losses import Loss
 from mycelia.attacks.model import Model
-from mycelia.attacks.norms import Norm, norm, project
+from mycelia.attacks.norms import Norm, norm, project, wide
 
 __all__ = ["SLACK", "Keep", "Search", "change", "towards"]
 
@@ -225,7 +225,7 @@ class Search:
         total = found.flatten(1).sum(1) + losses  # one pass: not finite if anything is not
         if not bool(torch.isfinite(total).all()):
             bad = ~(torch.isfinite(found.flatten(1)).all(1) & torch.isfinite(losses))
-            found = torch.where(bad.view(-1, *[1] * (found.dim() - 1)), torch.zeros_like(found), found)
+            found = torch.where(wide(bad, found), torch.zeros_like(found), found)
             self.fail(rows[bad], "a gradient that is not finite")
         return found, losses, outputs
 
@@ -260,7 +260,7 @@ class Search:
         sound = torch.isfinite(found.flatten(1).sum(1) + outputs.sum(1))  # one pass, as above
         if not bool(sound.all()):
             sound = torch.isfinite(found.flatten(1)).all(1) & torch.isfinite(outputs).all(1)
-            found = torch.where(_wide(sound, found), found, torch.zeros_like(found))
+            found = torch.where(wide(sound, found), found, torch.zeros_like(found))
             self.fail(rows[~sound], "a gradient that is not finite")
         return found, outputs
 
@@ -317,10 +317,6 @@ class Search:
 def _known(losses: Tensor) -> Tensor:
     """One that is not a number is lower than any other: it neither wins a comparison nor hides what comes."""
     return torch.where(losses.isnan(), -torch.inf, losses)
-
-
-def _wide(rows: Tensor, x: Tensor) -> Tensor:
-    return rows.view(-1, *[1] * (x.dim() - 1))
 
 
 def change(points: Tensor, x: Tensor) -> Tensor:

@@ -14,20 +14,18 @@ from torch import Tensor
 
 from mycelia.attacks.arguments import Bounds
 from mycelia.attacks.defences.adversarial_training import PGDAT, check_radius
-from mycelia.attacks.defences.training import Batch, TrainingDefence
+from mycelia.attacks.defences.pairs import Paired
+from mycelia.attacks.defences.training import Batch
 from mycelia.attacks.losses import ce, kl
 from mycelia.attacks.norms import Norm
 from mycelia.engine.errors import ConfigError
-from mycelia.engine.program import Call, Forward, Program
-from mycelia.engine.step import Step
-from mycelia.engine.training import Work, update_step
-from mycelia.engine.types import Tensors
+from mycelia.engine.program import Forward
 
 __all__ = ["MART", "boosted_ce"]
 
 
 @dataclass(frozen=True)
-class MART(TrainingDefence):
+class MART(Paired):
     """Minimises BCE(p(x'), y) + weight · KL(p(x) ‖ p(x')) · (1 − p_y(x)), x' by PGD on the cross-entropy.
 
     BCE is `boosted_ce` (eq. 8 and 11). The loss of the program is not used: its outputs are logits
@@ -60,17 +58,13 @@ class MART(TrainingDefence):
         """Clean rows, then what became of them; see `TrainingDefence.craft`."""
         return self.shape(batch.inputs, batch.targets, self._inner().craft(batch)[0])
 
-    def step_of(self, trainer: Work, program: Program, *, in_place: bool) -> Step:
-        """See `TrainingDefence.step_of`."""
-        pairs = program.with_calls(
-            _Pairs(program.training, self.weight), _Pairs(program.evaluation, self.weight), "mart"
-        )
-        return update_step(pairs, trainer.optimizer, clip_norm=trainer.clip_norm, in_place=in_place)
-
-    def shape(self, inputs: Tensor, targets: Tensor, changed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Twice as many rows; see `TrainingDefence.shape`."""
-        other = inputs if changed is None else changed
-        return torch.cat([inputs, other]), torch.cat([targets, targets])
+    def losses(self, found: Forward, targets: Tensor) -> Tensor:
+        """See `Paired.losses`."""
+        half = len(targets)
+        z, moved = found.outputs[:half], found.outputs[half:]
+        unsure = 1 - z.softmax(1).gather(1, targets[:, None])[:, 0]
+        total: Tensor = boosted_ce(moved, targets) + self.weight * kl(moved, z) * unsure
+        return total
 
     def _inner(self) -> PGDAT:
         return PGDAT(self.eps, self.norm, self.steps, self.step_size, self.bounds)
@@ -87,29 +81,3 @@ def boosted_ce(z: Tensor, y: Tensor) -> Tensor:
     # log(1 − p_k) by the logits of the other classes: nothing is lost where p_k is near 1
     others = z.scatter(1, rival, -torch.inf)
     return ce(z, y) + z.logsumexp(1) - others.logsumexp(1)
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """A forward pass of which row i, clean, and row b + i, changed, give one loss."""
-
-    call: Call
-    weight: float
-
-    def __call__(
-        self,
-        params: Tensors,
-        buffers: Tensors,
-        frozen: Tensors,
-        inputs: Tensor,
-        targets: Tensor,
-        seed: Tensor,
-        first: int | Tensor = 0,
-        /,
-    ) -> Forward:
-        found = self.call(params, buffers, frozen, inputs, targets, seed, first)
-        half = inputs.shape[0] // 2
-        z, moved, y = found.outputs[:half], found.outputs[half:], targets[:half]
-        unsure = 1 - z.softmax(1).gather(1, y[:, None])[:, 0]
-        losses = boosted_ce(moved, y) + self.weight * kl(moved, z) * unsure
-        return Forward(losses, found.outputs, found.buffers)

@@ -14,22 +14,20 @@ from torch import Tensor
 
 from mycelia.attacks.arguments import Bounds
 from mycelia.attacks.defences.adversarial_training import check_radius
-from mycelia.attacks.defences.training import Batch, TrainingDefence
+from mycelia.attacks.defences.pairs import Paired
+from mycelia.attacks.defences.training import Batch
 from mycelia.attacks.evasion.pgd import PGD
 from mycelia.attacks.goals import Goal
 from mycelia.attacks.losses import Loss, kl
 from mycelia.attacks.norms import Norm
 from mycelia.engine.errors import ConfigError
-from mycelia.engine.program import Call, Forward, Program
-from mycelia.engine.step import Step
-from mycelia.engine.training import Work, update_step
-from mycelia.engine.types import Tensors
+from mycelia.engine.program import Forward
 
 __all__ = ["TRADES", "Away"]
 
 
 @dataclass(frozen=True)
-class TRADES(TrainingDefence):
+class TRADES(Paired):
     """Minimises loss(f(x), y) + beta · KL(f(x) ‖ f(x')), x' being where in the ball that is largest.
 
     The model must give logits [b, classes]. Clean and changed rows go through one training pass together, so
@@ -66,17 +64,10 @@ class TRADES(TrainingDefence):
         )  # fmt: skip
         return self.shape(batch.inputs, batch.targets, result.x_adv)
 
-    def step_of(self, trainer: Work, program: Program, *, in_place: bool) -> Step:
-        """See `TrainingDefence.step_of`."""
-        pairs = program.with_calls(
-            _Pairs(program.training, self.beta), _Pairs(program.evaluation, self.beta), "trades"
-        )
-        return update_step(pairs, trainer.optimizer, clip_norm=trainer.clip_norm, in_place=in_place)
-
-    def shape(self, inputs: Tensor, targets: Tensor, changed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Twice as many rows; see `TrainingDefence.shape`."""
-        other = inputs if changed is None else changed
-        return torch.cat([inputs, other]), torch.cat([targets, targets])
+    def losses(self, found: Forward, targets: Tensor) -> Tensor:
+        """That of the clean row and the divergence; see `Paired.losses`."""
+        half, z = len(targets), found.outputs
+        return found.losses[:half] + self.beta * kl(z[half:], z[:half])
 
     def _attack(self) -> PGD:
         return PGD(norm=self.norm, steps=self.steps, step_size=self.step_size)
@@ -110,28 +101,3 @@ class Away(Goal):
     def reached(self, outputs: Tensor) -> Tensor:
         """Nowhere: there is more to gain."""
         return torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """A forward pass of which row i and row b + i give one loss, that of the clean row and the divergence."""
-
-    call: Call
-    beta: float
-
-    def __call__(
-        self,
-        params: Tensors,
-        buffers: Tensors,
-        frozen: Tensors,
-        inputs: Tensor,
-        targets: Tensor,
-        seed: Tensor,
-        first: int | Tensor = 0,
-        /,
-    ) -> Forward:
-        found = self.call(params, buffers, frozen, inputs, targets, seed, first)
-        half = inputs.shape[0] // 2
-        z = found.outputs
-        losses = found.losses[:half] + self.beta * kl(z[half:], z[:half])
-        return Forward(losses, z, found.buffers)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.detectors.base import Detector, Function, as_rows
+from mycelia.attacks.norms import wide
 from mycelia.engine.errors import ConfigError, DataError
 
 __all__ = ["Similarity"]
@@ -157,7 +158,7 @@ class Similarity(Detector):
         """Scores and verdicts of queries, one after the other; before `fit` nothing is flagged."""
         threshold = torch.inf if self.threshold is None else self.threshold
         sound = torch.isfinite(x.flatten(1)).all(1)
-        codes = self._codes(torch.where(sound.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros_like(x)))
+        codes = self._codes(torch.where(wide(sound, x), x, torch.zeros_like(x)))
         scores = torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
         flagged = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         for row, fine in enumerate(sound.tolist()):

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.apgd import checkpoints
-from mycelia.attacks.evasion.decisions import wide
 from mycelia.attacks.evasion.steps import direction, random_start
 from mycelia.attacks.losses import Loss
-from mycelia.attacks.norms import Norm
+from mycelia.attacks.norms import Norm, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.steps import direction, random_start
 from mycelia.attacks.losses import Loss, dlr_targeted
-from mycelia.attacks.norms import Norm, project
+from mycelia.attacks.norms import Norm, project, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
@@ -190,7 +190,7 @@ class _State:
 
     def wide(self, values: Tensor) -> Tensor:
         """A number per row, to go with points."""
-        return values.view(-1, *[1] * (self.points.dim() - 1))
+        return wide(values, self.points)
 
     def moved(self, points: Tensor, grad: Tensor, loss: Tensor) -> None:
         """They are elsewhere now."""

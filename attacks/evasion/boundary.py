@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
-from mycelia.attacks.evasion.decisions import ask, bisections, in_box, nearest_start, wide
-from mycelia.attacks.norms import Norm
+from mycelia.attacks.evasion.decisions import ask, bisections, in_box, nearest_start
+from mycelia.attacks.norms import Norm, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 

@@ -13,21 +13,16 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.goals import Goal
-from mycelia.attacks.norms import Norm
+from mycelia.attacks.norms import Norm, wide
 from mycelia.attacks.norms import norm as length
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import DataError
 
-__all__ = ["ask", "bisections", "in_box", "nearest_start", "portions", "start_points", "to_boundary", "wide"]
+__all__ = ["ask", "bisections", "in_box", "nearest_start", "portions", "start_points", "to_boundary"]
 
 _NUMBERS = 2**18  # that are drawn and evaluated at once: a model's layers then fit a cache
 _ROWS = 32  # and at least so many inputs
 _PROBES = 64  # of a row in a pass, at most: rows and not probes fill a pass
-
-
-def wide(values: Tensor, like: Tensor) -> Tensor:
-    """[k] as [k, 1, …] with as many axes as `like`."""
-    return values.view(-1, *[1] * (like.dim() - 1))
 
 
 def in_box(search: Search, points: Tensor, rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.halfspace import smallest_step
 from mycelia.attacks.evasion.rivals import Rivals, over_nearest
-from mycelia.attacks.norms import Norm, norm
+from mycelia.attacks.norms import Norm, norm, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
@@ -126,7 +126,7 @@ class DeepFool(Attack):
                 return
             middle = (far + near)[rows] / 2
             x = search.x[rows]
-            points = x + middle.view(-1, *[1] * (x.dim() - 1)) * (ends[rows] - x)
+            points = x + wide(middle, x) * (ends[rows] - x)
             points = torch.minimum(torch.maximum(points, search.low[rows]), search.high[rows])
             _, reached = search.look(points, rows, self.steps + 1 + halving)
             far[rows] = torch.where(reached, middle, far[rows])

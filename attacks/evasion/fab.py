@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
-from mycelia.attacks.norms import Norm, filled, norm
+from mycelia.attacks.norms import Norm, filled, norm, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 
@@ -104,7 +104,7 @@ class FAB(Attack):
                 return
             _, reached = search.look(points, rows, first + step + 1)
             x = search.x[rows]
-            points = torch.where(_wide(reached, x), x + _BACK * (points - x), points)
+            points = torch.where(wide(reached, x), x + _BACK * (points - x), points)
 
     def _start(
         self, search: Search, rows: Tensor, grad: Tensor, value: Tensor, restart: int, number: int
@@ -117,7 +117,7 @@ class FAB(Attack):
         linear = torch.where(steep > 0, value.abs() / steep.clamp(min=torch.finfo(steep.dtype).tiny), 0.0)
         radius = torch.where(torch.isfinite(radius), radius, linear)
         unit = search.draws.of(rows).in_ball(f"start/{number}", search.norm, x, restart=restart)
-        return _boxed(search, x + _wide(radius / 2, x) * unit, rows)
+        return _boxed(search, x + wide(radius / 2, x) * unit, rows)
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _boundary(
         distance, which = torch.where(steep > 0, away, torch.inf).min(1)
         row = torch.arange(len(rows), device=rows.device)
         closer = distance < nearest
-        grad = torch.where(_wide(closer, grad), slopes[row, which], grad)
+        grad = torch.where(wide(closer, grad), slopes[row, which], grad)
         value = torch.where(closer, heights[row, which], value)
         nearest = torch.where(closer, distance, nearest)
     return grad, value
@@ -234,7 +234,7 @@ def _step(search: Search, points: Tensor, rows: Tensor, grad: Tensor, value: Ten
     from_input = onto_boundary(grad, search.norm, -there, low - x, high - x)
     far, near = norm(from_point, search.norm), norm(from_input, search.norm)
     pull = torch.where(far + near > 0, far / (far + near).clamp(min=torch.finfo(x.dtype).tiny), 0.0)
-    alpha = _wide(pull.clamp(max=_PULL), x)
+    alpha = wide(pull.clamp(max=_PULL), x)
     moved = (1 - alpha) * (points + _OVERSHOOT * from_point) + alpha * (x + _OVERSHOOT * from_input)
     return torch.minimum(torch.maximum(moved, low), high), (grad.flatten(1) != 0).any(1)
 
@@ -258,7 +258,7 @@ def _line_search(search: Search, step: int) -> None:
             return
         rise = (above - below).clamp(min=torch.finfo(x.dtype).tiny)
         at = inner + (-below / rise).clamp(_LEAST, 1 - _LEAST) * (outer - inner)
-        values, reached = search.look(_boxed(search, x + _wide(at, x) * (end - x), rows), rows, step + look)
+        values, reached = search.look(_boxed(search, x + wide(at, x) * (end - x), rows), rows, step + look)
         values = values.to(x.dtype)
         inner, below = torch.where(reached, inner, at), torch.where(reached, below, values)
         outer, above = torch.where(reached, at, outer), torch.where(reached, values, above)
@@ -267,7 +267,3 @@ def _line_search(search: Search, step: int) -> None:
 def _boxed(search: Search, points: Tensor, rows: Tensor) -> Tensor:
     """Inside the bounds; a ball is nothing to an attack that looks for the smallest change."""
     return torch.minimum(torch.maximum(points, search.low[rows]), search.high[rows])
-
-
-def _wide(values: Tensor, x: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (x.dim() - 1))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
-from mycelia.attacks.evasion.decisions import ask, bisections, in_box, nearest_start, portions, wide
+from mycelia.attacks.evasion.decisions import ask, bisections, in_box, nearest_start, portions
 from mycelia.attacks.evasion.grid import Grid, cosines, kept_frequencies
-from mycelia.attacks.norms import Norm, linear_max, norm
+from mycelia.attacks.norms import Norm, linear_max, norm, wide
 from mycelia.attacks.search import Search
 from mycelia.attacks.windows import Layout, check_layout
 from mycelia.engine.errors import ConfigError

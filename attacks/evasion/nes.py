@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
-from mycelia.attacks.evasion.decisions import in_box, portions, start_points, wide
+from mycelia.attacks.evasion.decisions import in_box, portions, start_points
 from mycelia.attacks.evasion.steps import direction
 from mycelia.attacks.goals import Goal, predicted
 from mycelia.attacks.losses import Loss
-from mycelia.attacks.norms import Norm, norm, project
+from mycelia.attacks.norms import Norm, norm, project, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 

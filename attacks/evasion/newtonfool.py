@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
-from mycelia.attacks.evasion.decisions import to_boundary, wide
-from mycelia.attacks.norms import Norm, norm
+from mycelia.attacks.evasion.decisions import to_boundary
+from mycelia.attacks.norms import Norm, norm, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
-from mycelia.attacks.evasion.decisions import ask, start_points, wide
-from mycelia.attacks.norms import Norm
+from mycelia.attacks.evasion.decisions import ask, start_points
+from mycelia.attacks.norms import Norm, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 

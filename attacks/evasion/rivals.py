@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mycelia.attacks.evasion.halfspace import smallest_step
-from mycelia.attacks.norms import Norm
+from mycelia.attacks.norms import Norm, wide
 from mycelia.attacks.search import Search
 
 __all__ = ["Rivals", "over_nearest"]
@@ -69,6 +69,6 @@ def over_nearest(
         better = (size < nearest) | ((nearest == torch.inf) & (size == torch.inf) & (share > reach))
         nearest = torch.where(better, size, nearest)
         reach = torch.where(better, share, reach)
-        found = torch.where(better.view(-1, *[1] * (points.dim() - 1)), delta, found)
+        found = torch.where(wide(better, points), delta, found)
     moved = points + found
     return torch.minimum(torch.maximum(moved, search.low[rows]), search.high[rows])

@@ -12,16 +12,8 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
-from mycelia.attacks.evasion.decisions import (
-    ask,
-    bisections,
-    in_box,
-    nearest_start,
-    portions,
-    to_boundary,
-    wide,
-)
-from mycelia.attacks.norms import Norm, norm
+from mycelia.attacks.evasion.decisions import ask, bisections, in_box, nearest_start, portions, to_boundary
+from mycelia.attacks.norms import Norm, norm, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 

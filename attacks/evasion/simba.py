@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
-from mycelia.attacks.evasion.decisions import wide
 from mycelia.attacks.evasion.grid import Grid, cosines, kept_frequencies
 from mycelia.attacks.losses import Loss
-from mycelia.attacks.norms import Norm
+from mycelia.attacks.norms import Norm, wide
 from mycelia.attacks.search import Search
 from mycelia.attacks.windows import Layout, check_layout
 from mycelia.engine.errors import ConfigError

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
-from mycelia.attacks.evasion.decisions import in_box, to_boundary, wide
+from mycelia.attacks.evasion.decisions import in_box, to_boundary
 from mycelia.attacks.evasion.fab import onto_boundary
 from mycelia.attacks.evasion.rivals import Rivals, over_nearest
-from mycelia.attacks.norms import Norm
+from mycelia.attacks.norms import Norm, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mycelia.attacks.base import Attack
 from mycelia.attacks.evasion.adam import Adam, check_betas
-from mycelia.attacks.evasion.decisions import in_box, portions, wide
+from mycelia.attacks.evasion.decisions import in_box, portions
 from mycelia.attacks.losses import Loss
-from mycelia.attacks.norms import Norm
+from mycelia.attacks.norms import Norm, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
+from mycelia.attacks.evasion.grid import Grid
 from mycelia.attacks.norms import Norm, norm
 from mycelia.attacks.search import Search
 from mycelia.attacks.windows import Layout, check_layout
@@ -123,31 +124,16 @@ def share_of_pixels(step: int, steps: int, p_init: float) -> float:
     return math.ldexp(p_init, -sum(place > at for at in _HALVED_AT))
 
 
-class _Pixels:
-    """Inputs as [n, channels, height·width], and back.
-
-    Args:
-        x: [n, …]
-        layout: where the channels are.
-    """
+class _Pixels(Grid):
+    """Inputs as [n, channels, height·width], and back; see `Grid`."""
 
     def __init__(self, x: Tensor, layout: Layout) -> None:
-        self._last = layout == "nhwc" and x.dim() > 2
-        shape = list((x.movedim(-1, 1) if self._last else x).shape[1:])
-        self._shape = shape
-        self.channels, sides = (1, shape) if len(shape) == 1 else (shape[0], shape[1:])
+        super().__init__(x, layout)
         self._shapes: dict[tuple[int, int], Tensor] = {}
-        self.height, self.width = (1, sides[0]) if len(sides) == 1 else (sides[0], math.prod(sides[1:]))
 
     def of(self, x: Tensor) -> Tensor:
         """Inputs as [n, channels, height·width]."""
-        moved = x.movedim(-1, 1) if self._last else x
-        return moved.reshape(len(x), self.channels, self.height * self.width)
-
-    def back(self, pixels: Tensor) -> Tensor:
-        """[n, …], as the inputs are."""
-        found = pixels.reshape(len(pixels), *self._shape)
-        return found.movedim(1, -1).contiguous() if self._last else found
+        return super().of(x).flatten(2)
 
     def shapes(self, size: tuple[int, int], like: Tensor) -> Tensor:
         """See `_shapes`; a search has few sizes and many steps."""

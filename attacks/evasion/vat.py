@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from mycelia.attacks.base import Attack
-from mycelia.attacks.evasion.decisions import wide
 from mycelia.attacks.evasion.steps import direction
 from mycelia.attacks.losses import Loss, kl
-from mycelia.attacks.norms import Norm, linear_max, norm
+from mycelia.attacks.norms import Norm, linear_max, norm, wide
 from mycelia.attacks.search import Search
 from mycelia.engine.errors import ConfigError
 

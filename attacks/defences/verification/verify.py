@@ -13,6 +13,7 @@ from mycelia.attacks.defences.verification.intervals import Rounding, bounds_thr
 from mycelia.attacks.defences.verification.layers import Chain
 from mycelia.attacks.defences.verification.reading import read
 from mycelia.attacks.defences.verification.zonotopes import margins_of, zonotope_through
+from mycelia.attacks.norms import wide
 from mycelia.attacks.search import SLACK
 from mycelia.engine.errors import ConfigError, DataError
 from mycelia.engine.program import Program
@@ -106,7 +107,7 @@ def verify(
         raise ConfigError(f"eps {eps}", rule="at least 0 and finite, in units of x", who="verify")
     if y.shape != (len(x),) or y.is_floating_point():
         raise DataError(f"labels {y.dtype}{list(y.shape)}", rule=f"whole numbers [{len(x)}]", who="verify")
-    safe = torch.where(sound.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros_like(x)).double()
+    safe = torch.where(wide(sound, x), x, torch.zeros_like(x)).double()
     ends = _box(safe, radius, low.double(), high.double())
     most = terms if method == "zonotope" else None
     parts = []
@@ -133,7 +134,7 @@ def _arithmetic(given: Tensors) -> tuple[Rounding, Tensors]:
 
 def _box(x: Tensor, radius: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest inputs within the radius and the bounds, rounded outwards."""
-    reach = radius.view(-1, *[1] * (x.dim() - 1)) * (1 + SLACK + 1e-12)
+    reach = wide(radius, x) * (1 + SLACK + 1e-12)
     ends = torch.full_like(x, -torch.inf), torch.full_like(x, torch.inf)
     below, above = torch.nextafter(x - reach, ends[0]), torch.nextafter(x + reach, ends[1])
     return torch.maximum(below, low), torch.minimum(above, high)
